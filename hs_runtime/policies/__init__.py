@@ -1,4 +1,4 @@
-"""Policies: what a request may choose, and the pruners that carry it out. Imports nothing else of ours.
+"""What a request may choose, and the pruners that carry it out. Imports nothing else of ours.
 
 Pruners need torch and live in `hs_runtime.policies.pruner`; this front door does not.
 """

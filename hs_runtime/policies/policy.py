@@ -1,7 +1,9 @@
-"""What a request may choose (`SparsityPolicy`), what the server fixes (`ServerConstants`), and the digests of both.
+"""What a request may choose (`SparsityPolicy`), what the server fixes (`ServerConstants`), and the
+digests of both.
 
-Sparsity numbers are decimals with at most three places, kept as integers in thousandths: they are counted with, hashed
-and compared, and floats would make `0.1 + 0.2` a cache miss. Nothing here needs torch.
+Sparsity numbers are decimals with at most three places, kept as integers in thousandths: they are
+counted with, hashed and compared, and floats would make `0.1 + 0.2` a cache miss. Nothing here
+needs torch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 
 
 class PolicyError(ValueError):
-    """A wish that cannot be granted: `message` names it and the choices, `param` the header or field, `code` is stable."""
+    """A wish that cannot be granted.
+
+    `message` names it and the choices, `param` is the header or field, `code` a stable string.
+    """
 
     def __init__(
         self, message: str, param: str | None = None, code: str = "invalid_policy"
@@ -38,7 +43,7 @@ class PolicyError(ValueError):
 
 
 def parse_thousandths(text: str, param: str | None = None) -> int:
-    """`"0.25"` -> 250. ASCII digits, at most three decimals, 0 to 1; anything else raises `PolicyError`."""
+    """`"0.25"` -> 250. At most three decimals, 0 to 1; anything else raises `PolicyError`."""
     if not isinstance(text, str) or not _DECIMAL.fullmatch(text):
         raise _bad_number(text, param)
     whole, _, fraction = text.partition(".")
@@ -57,7 +62,8 @@ def format_thousandths(value: int) -> str:
 def _bad_number(wish: object, param: str | None) -> PolicyError:
     shown = wish if isinstance(wish, str) else repr(wish)
     return PolicyError(
-        f"{shown[:40]!r} is not a sparsity: choose a plain decimal from 0 to 1 with at most three decimals, such as 0.5",
+        f"{shown[:40]!r} is not a sparsity: choose a plain decimal from 0 to 1 with at most three "
+        "decimals, such as 0.5",
         param,
         "invalid_sparsity",
     )
@@ -67,14 +73,14 @@ def _bad_number(wish: object, param: str | None) -> PolicyError:
 class Sparsity:
     """Share of candidate blocks that become 2:4 sparse, in thousandths (0..1000), of K and of V."""
 
-    key: int
-    value: int
+    key: int = 0
+    value: int = 0
 
     def __post_init__(self) -> None:
         for number in (self.key, self.value):
             if type(number) is not int or not 0 <= number <= 1000:
                 raise PolicyError(
-                    f"{number!r} is not a sparsity in thousandths: choose an integer from 0 to 1000",
+                    f"{number!r} is no sparsity in thousandths: choose an integer from 0 to 1000",
                     code="invalid_sparsity",
                 )
 
@@ -97,10 +103,13 @@ class Sparsity:
 
 @dataclass(frozen=True, slots=True)
 class SparsityPolicy:
-    """Sparsity of the two phases. Decode is never below prefill on either side: what was pruned is gone."""
+    """Sparsity of the two phases; the default is dense.
 
-    prefill: Sparsity
-    decode: Sparsity
+    Decode is never below prefill on either side, since what was pruned is gone.
+    """
+
+    prefill: Sparsity = Sparsity()
+    decode: Sparsity = Sparsity()
     bits: int = 16
 
     def __post_init__(self) -> None:
@@ -111,14 +120,9 @@ class SparsityPolicy:
                 "invalid_bits",
             )
         for side, name in enumerate(SIDES):
-            if self.decode.of(side) < self.prefill.of(side):
-                raise PolicyError(
-                    f"decode {name}={format_thousandths(self.decode.of(side))} is below prefill "
-                    f"{name}={format_thousandths(self.prefill.of(side))}: what prefill pruned is gone, so choose "
-                    f"decode {name} from {format_thousandths(self.prefill.of(side))} to 1.0",
-                    "decode",
-                    "decode_below_prefill",
-                )
+            low, high = self.prefill.of(side), self.decode.of(side)
+            if high < low:
+                raise PolicyError(_below(name, low, high), "decode", "decode_below_prefill")
 
     @property
     def is_dense(self) -> bool:
@@ -126,7 +130,7 @@ class SparsityPolicy:
 
     @property
     def preset(self) -> str:
-        """Name of the preset with these numbers, or `"custom"`: a closed list, safe as a metric label."""
+        """The preset with these numbers, or `"custom"`: a closed list, safe as a metric label."""
         return next((name for name, policy in PRESETS.items() if policy == self), "custom")
 
     def to_json(self) -> str:
@@ -141,7 +145,7 @@ class SparsityPolicy:
 
     @classmethod
     def from_json(cls, text: str) -> SparsityPolicy:
-        """Inverse of `to_json`; raises `PolicyError` on anything that `to_json` cannot have written."""
+        """Inverse of `to_json`; raises `PolicyError` on other keys, shapes or numbers."""
         try:
             data = json.loads(text)
             (prefill_k, prefill_v), (decode_k, decode_v), bits = (
@@ -196,7 +200,7 @@ def parse_policy(text: str) -> SparsityPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one source (the headers, or the body) asks for; None is "not given". Numbers are (K, V) in thousandths.
+    """What one source (headers or body) asks for: (K, V) in thousandths, None where not given.
 
     `params` are the names by which errors call the three parts: preset, prefill, decode.
     """
@@ -212,11 +216,12 @@ class Wish:
 
 
 def resolve(wishes: Sequence[Wish], default: SparsityPolicy = DENSE) -> SparsityPolicy:
-    """The policy that `wishes` (strongest first) add up to; `default` if none of them asks for anything.
+    """The policy that `wishes` (strongest first) add up to; `default` if none asks for anything.
 
-    Each number comes from the first wish that gives it, as a number or through its preset; within a wish the number
-    wins. A number that nobody gives: prefill 0, decode the prefill number of that side. A *given* decode number below
-    the prefill number raises `PolicyError`, and so does an unknown preset, even of a wish that is outvoted.
+    Each number comes from the first wish that gives it, as a number or through its preset; within a
+    wish the number wins. A number that nobody gives: prefill 0, decode the prefill number of that
+    side. A *given* decode number below the prefill number raises `PolicyError`, and so does an
+    unknown preset, even of a wish that is outvoted.
     """
     asked = [
         (wish, None if wish.preset is None else preset(wish.preset, wish.params[0]))
@@ -247,9 +252,7 @@ def resolve(wishes: Sequence[Wish], default: SparsityPolicy = DENSE) -> Sparsity
         decode[side] = prefill[side] if high is None else high
         if decode[side] < prefill[side]:
             raise PolicyError(
-                f"decode {name}={format_thousandths(decode[side])}{high_how} is below prefill "
-                f"{name}={format_thousandths(prefill[side])}{low_how}: what prefill pruned is gone, so choose decode "
-                f"{name} from {format_thousandths(prefill[side])} to 1.0, or leave it out",
+                _below(name, prefill[side], decode[side], low_how, high_how),
                 low_param if high_how and not low_how else high_param,
                 "decode_below_prefill",
             )
@@ -258,11 +261,12 @@ def resolve(wishes: Sequence[Wish], default: SparsityPolicy = DENSE) -> Sparsity
 
 @dataclass(frozen=True, slots=True)
 class ServerConstants:
-    """What every request of one server shares (tokens, unless a name). Raises `ValueError` on impossible settings.
+    """What every request of one server shares, in tokens; impossible settings raise `ValueError`.
 
-    `anchor="segment"`: a prefill query reads its own segment dense. `anchor="chunk"`: the paper's rule, everything
-    before the last `window` tokens of a chunk is compressed for all its queries, and `chunk` is the reuse granularity.
-    `calibration` identifies the calibration file by its content, "" without one.
+    `anchor="segment"`: a prefill query reads its own segment dense. `anchor="chunk"`: the paper's
+    rule, everything before the last `window` tokens of a chunk is compressed for all its queries,
+    and `chunk` is the reuse granularity. `calibration` identifies the calibration file by its
+    content, "" without one.
     """
 
     page: int = 64
@@ -304,7 +308,7 @@ class ServerConstants:
 
     @property
     def granularity(self) -> int:
-        """Tokens that are compressed, matched, inserted and evicted together under sparse prefill."""
+        """Tokens compressed, matched, inserted and evicted together under sparse prefill."""
         return self.segment if self.anchor == "segment" else self.chunk
 
     def to_json(self) -> str:
@@ -314,7 +318,8 @@ class ServerConstants:
 def namespace(policy: SparsityPolicy, constants: ServerConstants) -> str:
     """SHA-256 (hex) of all that shapes a prefix's stored pages: the prefill part and the constants.
 
-    Decode settings are absent, so policies that differ only there share prefixes (`light` reads those of `dense`).
+    Decode settings are absent, so policies that differ only there share prefixes (`light` reads
+    those of `dense`).
     """
     part = {
         "bits": policy.bits,
@@ -326,6 +331,15 @@ def namespace(policy: SparsityPolicy, constants: ServerConstants) -> str:
 
 def _canonical(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _below(side: str, low: int, high: int, low_how: str = "", high_how: str = "") -> str:
+    choices = "1.0" if low == 1000 else f"from {format_thousandths(low)} to 1.0"
+    return (
+        f"decode {side}={format_thousandths(high)}{high_how} is below prefill "
+        f"{side}={format_thousandths(low)}{low_how}, but what prefill pruned is gone: "
+        f"choose decode {side} {choices}, or give neither preset nor number for decode"
+    )
 
 
 def _listed(choices: Any) -> str:
