@@ -84,8 +84,11 @@ def dropped_norm(blocks: Tensor, side: int) -> Tensor:
 
     Summed in f64, so that the order in which a device adds cannot change which block is smaller.
     """
-    axis = -1 if side == K_SIDE else -2
-    a, b, c, d = blocks.abs().unflatten(axis, (-1, 4)).unbind(axis)
+    *batch, tokens, channels = blocks.shape
+    if side == K_SIDE:
+        a, b, c, d = blocks.abs().view(*batch, tokens, channels // 4, 4).unbind(-1)
+    else:
+        a, b, c, d = blocks.abs().view(*batch, tokens // 4, 4, channels).unbind(-2)
     low, high = torch.minimum(a, b), torch.maximum(a, b)
     other_low, other_high = torch.minimum(c, d), torch.maximum(c, d)
     smallest = torch.minimum(low, other_low)
@@ -113,7 +116,7 @@ class BlockMask:
 
 
 def sparse_count(share: int, candidates: int) -> int:
-    """How many of `candidates` are sparse at `share` thousandths: the exact ceiling, of any data."""
+    """How many of `candidates` are sparse at `share` thousandths: the exact ceiling."""
     return -(-share * candidates // 1000)
 
 
