@@ -1,0 +1,417 @@
+"""The method in plain torch: prune, compress, decompress and attend over mixed blocks.
+
+It is the oracle of the device kernels and the backend of machines without a GPU. Everything
+accumulates in fp32. Shapes use the legend of `block_format`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hs_kernels.block_format import (
+    DUMMY_METADATA_BYTE,
+    GROUP,
+    KEPT,
+    BlockFormat,
+    Side,
+    metadata_place,
+    nonzero_order,
+    pair_of_keeps,
+)
+
+TILE = 128  # query rows that share a frontier, at absolute multiples
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Where each query row of a prefill batch finds its keys. All tensors int32.
+
+    cu_seqlens    [R + 1]          rows of request r are cu_seqlens[r] .. cu_seqlens[r + 1]
+    prefix_lens   [R]              tokens before the chunk, `a`; it may lie inside a page
+    page_table    [R, max_pages]   page ids in sequence order
+    tail_first    [R]              page index of tail_slots[:, :, 0]
+    tail_slots    [R, 2, max_tail] dense slot of page tail_first + i, for each side; covers the
+                                   pages from the lowest frontier to the one that holds a - 1
+    tile_offsets  [R + 1]          tiles of request r are tile_offsets[r] .. tile_offsets[r + 1]
+    frontiers     [num_tiles]      tile j of request r is the rows at absolute positions
+                                   [128 (a / 128 + j), + 128) of the chunk [a, b)
+
+    A row reads pages before its tile's frontier through refs, later positions before `a` from
+    the tail slots and positions from `a` on from the chunk's own k and v; always causally.
+    """
+
+    cu_seqlens: Tensor
+    prefix_lens: Tensor
+    page_table: Tensor
+    tail_first: Tensor
+    tail_slots: Tensor
+    tile_offsets: Tensor
+    frontiers: Tensor
+
+
+# --- pruning (paper, equations 2a to 2d) ---------------------------------------------------------
+
+
+def keep_2_4(x: Tensor, side: Side) -> Tensor:
+    """bool [..., 64, D]: the two largest |x| of every group of four, lower index first in a tie."""
+    grouped = _grouped_magnitudes(x, side, GROUP)
+    axis = _group_axis(side)
+    a = grouped.unbind(axis)
+    beaten = [torch.zeros_like(a[0], dtype=torch.uint8) for _ in range(GROUP)]
+    for i in range(GROUP):
+        for j in range(i + 1, GROUP):
+            later_wins = a[j] > a[i]
+            beaten[i] += later_wins
+            beaten[j] += ~later_wins
+    return torch.stack([b < KEPT for b in beaten], dim=axis).reshape(x.shape)
+
+
+def keep_n_m(x: Tensor, side: Side, n: int, m: int) -> Tensor:
+    """bool [..., 64, D]: the n largest |x| of every m, lower index first in a tie."""
+    if not 0 <= n <= m or m < 1:
+        raise ValueError(f"{n}:{m} is no sparsity pattern; 0 <= n <= m and m >= 1")
+    grouped = _grouped_magnitudes(x, side, m)
+    axis = _group_axis(side)
+    order = torch.sort(grouped, dim=axis, descending=True, stable=True).indices
+    keep = torch.zeros_like(grouped, dtype=torch.bool)
+    keep.scatter_(axis, order.narrow(axis, 0, n), True)
+    return keep.reshape(x.shape)
+
+
+def block_losses(x: Tensor, side: Side, keep: Tensor | None = None) -> Tensor:
+    """f32 [...]: the magnitude that each block of x [..., 64, D] loses under its element mask.
+
+    `keep` is the mask, by default `keep_2_4`. Summed in fp64, so that a loss does not depend on
+    the order in which blocks are batched.
+    """
+    mask = keep_2_4(x, side) if keep is None else keep
+    dropped = x.abs().to(torch.float64).masked_fill(mask, 0.0)
+    return dropped.sum(dim=(-2, -1)).to(torch.float32)
+
+
+def select_blocks(losses: Tensor, count: int) -> Tensor:
+    """bool [..., C]: the `count` blocks of lowest loss, ties to the lower index."""
+    if not 0 <= count <= losses.shape[-1]:
+        raise ValueError(f"count is {count} of {losses.shape[-1]} candidates")
+    order = torch.sort(losses, dim=-1, stable=True).indices
+    chosen = torch.zeros_like(losses, dtype=torch.bool)
+    return chosen.scatter_(-1, order[..., :count], True)
+
+
+def _group_axis(side: Side) -> int:
+    return -1 if side == Side.K else -2
+
+
+def _grouped_magnitudes(x: Tensor, side: Side, group: int) -> Tensor:
+    """|x| as integers: [..., 64, D / group, group] for K, [..., 64 / group, group, D] for V.
+
+    The bits of |x| order as its values do and order NaN above infinity, so that no path of ours
+    depends on how a comparison treats NaN.
+    """
+    integer, magnitude_bits = {
+        2: (torch.int16, 0x7FFF),
+        4: (torch.int32, 0x7FFFFFFF),
+    }[x.dtype.itemsize]
+    bits = x.contiguous().view(integer) & magnitude_bits
+    axis = x.dim() - 1 if side == Side.K else x.dim() - 2
+    if x.shape[axis] % group:
+        raise ValueError(f"groups of {group} do not divide {x.shape[axis]}")
+    return bits.unflatten(axis, (x.shape[axis] // group, group))
+
+
+# --- packing ------------------------------------------------------------------------------------
+
+
+def pack_blocks(
+    x: Tensor,
+    side: Side,
+    fmt: BlockFormat,
+    keep: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Tensor:
+    """uint8 [N, sparse_bytes] of x [N, 64, D].
+
+    `keep` (bool, as x) is the element mask, by default `keep_2_4`; at most two of a group. A group
+    with fewer stores zeros for what is missing. `values` (as x) are stored instead of x.
+    """
+    _check_blocks(x, fmt)
+    mask = keep_2_4(x, side) if keep is None else keep
+    stored = (x if values is None else values).to(fmt.torch_dtype)
+    n, rows, depth = x.shape[0], fmt.rows(side), fmt.depth(side)
+    tables = _tables(side, fmt, x.device)
+
+    groups = (n, rows, depth // GROUP, GROUP)
+    mask = (mask if side == Side.K else mask.transpose(1, 2)).reshape(groups)
+    stored = (stored if side == Side.K else stored.transpose(1, 2)).reshape(groups)
+    stored = stored.masked_fill(~mask, 0)
+
+    bits = (mask.to(torch.uint8) << tables.positions).sum(-1)
+    pair = tables.pairs[bits]
+    if bool((pair < 0).any()):
+        raise ValueError("a group of four keeps more than two positions")
+
+    nonzeros = stored.gather(-1, pair).reshape(n, -1)[:, tables.nonzero_order]
+    nibbles = (pair[..., 0] | pair[..., 1] << 2).to(torch.uint8).reshape(n, -1)
+    halves = nibbles[:, tables.nibble_order].view(n, -1, 2)
+    metadata = halves[..., 0] | halves[..., 1] << 4
+    return torch.cat([metadata, nonzeros.contiguous().view(torch.uint8)], dim=1)
+
+
+def unpack_blocks(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
+    """[N, 64, D] in fmt.torch_dtype of raw uint8 [N, sparse_bytes]; pruned positions are zero."""
+    if raw.dtype != torch.uint8 or raw.dim() != 2 or raw.shape[1] != fmt.sparse_bytes:
+        raise ValueError(
+            f"raw is {raw.dtype} {list(raw.shape)}, not uint8 [N, {fmt.sparse_bytes}]"
+        )
+    n, rows, depth = raw.shape[0], fmt.rows(side), fmt.depth(side)
+    tables = _tables(side, fmt, raw.device)
+    metadata = raw[:, : fmt.metadata_bytes]
+    nonzeros = raw[:, fmt.metadata_bytes :].contiguous().view(fmt.torch_dtype)
+
+    nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).reshape(n, -1)
+    nibbles = nibbles[:, tables.nibble_place].to(torch.int64)
+    pair = torch.stack([nibbles & 3, nibbles >> 2], dim=-1)
+    dense = torch.zeros(
+        (n, rows * depth // GROUP, GROUP), dtype=fmt.torch_dtype, device=raw.device
+    )
+    dense.scatter_(-1, pair, nonzeros[:, tables.nonzero_place].view(n, -1, KEPT))
+    dense = dense.view(n, rows, depth)
+    return dense if side == Side.K else dense.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    nonzero_order: Tensor
+    nonzero_place: Tensor
+    nibble_order: Tensor
+    nibble_place: Tensor
+    pairs: Tensor
+    positions: Tensor
+
+
+def _tables(side: Side, fmt: BlockFormat, device: torch.device) -> _Tables:
+    return _build_tables(fmt.rows(side), fmt.depth(side), device)
+
+
+@lru_cache(maxsize=None)
+def _build_tables(rows: int, depth: int, device: torch.device) -> _Tables:
+    order = torch.tensor(nonzero_order(rows, depth), device=device)
+    place = torch.tensor(metadata_place(rows, depth), device=device)
+    return _Tables(
+        nonzero_order=order,
+        nonzero_place=torch.argsort(order),
+        nibble_order=torch.argsort(place),
+        nibble_place=place,
+        pairs=torch.tensor(pair_of_keeps(), device=device),
+        positions=torch.arange(GROUP, dtype=torch.uint8, device=device),
+    )
+
+
+def _check_blocks(x: Tensor, fmt: BlockFormat) -> None:
+    if x.dim() != 3 or tuple(x.shape[1:]) != (fmt.block_size, fmt.head_dim):
+        raise ValueError(f"blocks are {list(x.shape)}, not [N, {fmt.block_size}, {fmt.head_dim}]")
+
+
+# --- the arena ----------------------------------------------------------------------------------
+
+
+def dense_slots(arena: Tensor, fmt: BlockFormat, heads: int) -> Tensor:
+    """View [slots, heads, 64, D] of the arena uint8 [bytes]; slot 0 is inside superblock 0."""
+    slots = arena.numel() // (heads * fmt.dense_bytes)
+    used = arena[: slots * heads * fmt.dense_bytes].view(fmt.torch_dtype)
+    return used.view(slots, heads, fmt.block_size, fmt.head_dim)
+
+
+def sparse_slots(arena: Tensor, fmt: BlockFormat, heads: int) -> Tensor:
+    """View uint8 [slots, heads, sparse_bytes] of the same bytes."""
+    slots = arena.numel() // (heads * fmt.sparse_bytes)
+    return arena[: slots * heads * fmt.sparse_bytes].view(slots, heads, fmt.sparse_bytes)
+
+
+def write_dummy(arena: Tensor, fmt: BlockFormat, heads: int) -> None:
+    """Fill what ref 0 reads, sparse slot 0, with zeros under valid metadata."""
+    dummy = sparse_slots(arena, fmt, heads)[0]
+    dummy[:, : fmt.metadata_bytes] = DUMMY_METADATA_BYTE
+    dummy[:, fmt.metadata_bytes :] = 0
+
+
+def compress_blocks(
+    blocks: Tensor, side: Side, arena: Tensor, slots: Tensor, fmt: BlockFormat
+) -> None:
+    """Prune and pack blocks [N, Hkv, 64, D] into sparse slots int32 [N, Hkv] of the arena."""
+    n, heads = slots.shape
+    raw = pack_blocks(blocks.reshape(n * heads, *blocks.shape[2:]), side, fmt)
+    index = slots.to(torch.int64) * heads + torch.arange(heads, device=slots.device)
+    sparse_slots(arena, fmt, heads).flatten(0, 1)[index.reshape(-1)] = raw
+
+
+def load_pages(arena: Tensor, refs: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
+    """[heads, n * 64, D] in fmt.torch_dtype: the pages of refs int32 [n, heads], in order."""
+    n, heads = refs.shape
+    ref = refs.to(torch.int64)
+    head = torch.arange(heads, device=refs.device)
+    dense = dense_slots(arena, fmt, heads).flatten(0, 1)
+    is_sparse = ref <= 0
+    # Dense block of slot 0 stands in for the sparse pages until they are written over.
+    pages = dense[(ref.clamp(min=0) * heads + head).T.reshape(-1)]
+    chosen = is_sparse.T.reshape(-1).nonzero()[:, 0]
+    if chosen.numel():
+        sparse = sparse_slots(arena, fmt, heads).flatten(0, 1)
+        blocks = ((-ref).clamp(min=0) * heads + head).T.reshape(-1)[chosen]
+        pages[chosen] = unpack_blocks(sparse[blocks], side, fmt)
+    return pages.view(heads, n * fmt.block_size, fmt.head_dim)
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def decode_attention(
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    fmt: BlockFormat,
+    num_splits: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """One query token for each request over its pages, in `num_splits` partials that are merged.
+
+    q [R, Hq, D], refs int32 [2, P, Hkv], page_table int32 [R, max_pages], seq_lens int32 [R].
+    Gives out [R, Hq, D] in q's dtype and lse f32 [R, Hq]; an empty sequence gives 0 and -inf.
+    """
+    requests, q_heads, head_dim = q.shape
+    heads = refs.shape[2]
+    out = torch.zeros_like(q)
+    lse = torch.full((requests, q_heads), -torch.inf, dtype=torch.float32, device=q.device)
+    for r, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            continue
+        num_pages = -(-length // fmt.block_size)
+        pages = page_table[r, :num_pages]
+        k = load_pages(arena, refs[Side.K][pages], Side.K, fmt)
+        v = load_pages(arena, refs[Side.V][pages], Side.V, fmt)
+        rows = q[r].view(heads, q_heads // heads, head_dim).to(torch.float32)
+        share = -(-num_pages // num_splits) * fmt.block_size
+        parts = [
+            _attend(rows, k[:, start : min(start + share, length)],
+                    v[:, start : min(start + share, length)], scale)
+            for start in range(0, length, share)
+        ]
+        merged, merged_lse = merge_states(
+            torch.stack([o for o, _ in parts]), torch.stack([z for _, z in parts])
+        )
+        out[r] = merged.reshape(q_heads, head_dim).to(q.dtype)
+        lse[r] = merged_lse.reshape(q_heads)
+    return out, lse
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    plan: PrefillPlan,
+    scale: float,
+    fmt: BlockFormat,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a batch of chunks over mixed pages; see `PrefillPlan`.
+
+    q [T, Hq, D], k and v [T, Hkv, D] of the chunks, refs int32 [2, P, Hkv]. Gives out [T, Hq, D]
+    in q's dtype and lse f32 [T, Hq].
+    """
+    q_heads, head_dim = q.shape[1:]
+    heads = k.shape[1]
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    bounds = plan.cu_seqlens.tolist()
+    tiles = plan.tile_offsets.tolist()
+    frontiers = plan.frontiers.tolist()
+    tail_first = plan.tail_first.tolist()
+    for r, a in enumerate(plan.prefix_lens.tolist()):
+        begin, end = bounds[r], bounds[r + 1]
+        if begin == end:
+            continue
+        b = a + end - begin
+        frontier = [max(0, f) for f in frontiers[tiles[r] : tiles[r + 1]]]
+        if len(frontier) != -(-b // TILE) - a // TILE:
+            raise ValueError(f"request {r}: {len(frontier)} frontiers for rows [{a}, {b})")
+        last_page, first_page = max(frontier), min(frontier)
+        stored, tail = [], []
+        for side in Side:
+            pages = plan.page_table[r, :last_page]
+            stored.append(load_pages(arena, refs[side][pages], side, fmt))
+            tail_pages = max(0, -(-a // fmt.block_size) - first_page)
+            at = first_page - tail_first[r]
+            slots = plan.tail_slots[r, side, at : at + tail_pages] if tail_pages else None
+            tail.append(_load_dense(arena, slots, heads, fmt, q.device))
+        own = [x[begin:end].transpose(0, 1) for x in (k, v)]
+        rows = q[begin:end].view(b - a, heads, q_heads // heads, head_dim).to(torch.float32)
+        start = a // TILE * TILE
+        while start < b:
+            f = frontier[start // TILE - a // TILE]
+            lo, hi = max(a, start), min(start + TILE, b)
+            edge = f * fmt.block_size
+            keys, values = (
+                torch.cat(
+                    [
+                        stored[side][:, : min(edge, hi)].to(torch.float32),
+                        tail[side][:, edge - first_page * fmt.block_size :][
+                            :, : max(0, a - edge)
+                        ].to(torch.float32),
+                        own[side][:, max(0, edge - a) : max(0, hi - a)].to(torch.float32),
+                    ],
+                    dim=1,
+                )
+                for side in Side
+            )
+            position = torch.arange(lo, hi, device=q.device)
+            visible = torch.arange(hi, device=q.device)[None, :] <= position[:, None]
+            group = q_heads // heads
+            tile = rows[lo - a : hi - a].permute(1, 2, 0, 3).reshape(heads, -1, head_dim)
+            o, z = _attend(tile, keys, values, scale, visible.repeat(group, 1))
+            o = o.view(q_heads, hi - lo, head_dim).transpose(0, 1)
+            out[begin + lo - a : begin + hi - a] = o.to(q.dtype)
+            lse[begin + lo - a : begin + hi - a] = z.view(q_heads, hi - lo).T
+            start += TILE
+    return out, lse
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Join partials outs [S, ..., D] f32 and lses [S, ...]; a partial of lse -inf counts nothing."""
+    top = lses.amax(dim=0)
+    finite_top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    weights = torch.exp(lses - finite_top)
+    total = weights.sum(dim=0)
+    weighted = torch.where(weights[..., None] > 0, outs * weights[..., None], 0.0).sum(dim=0)
+    out = torch.where(total[..., None] > 0, weighted / total[..., None], 0.0)
+    return out, finite_top + torch.log(total)
+
+
+def _load_dense(
+    arena: Tensor, slots: Tensor | None, heads: int, fmt: BlockFormat, device: torch.device
+) -> Tensor:
+    """[heads, n * 64, D] of n dense slots."""
+    if slots is None:
+        return torch.empty((heads, 0, fmt.head_dim), dtype=fmt.torch_dtype, device=device)
+    blocks = dense_slots(arena, fmt, heads)[slots.to(torch.int64)]
+    return blocks.transpose(0, 1).reshape(heads, -1, fmt.head_dim)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out f32 [heads, M, D] and lse f32 [heads, M] of q [heads, M, D] over k, v [heads, N, D].
+
+    `visible` bool [M, N] hides keys from rows; a row that sees none gives 0 and -inf.
+    """
+    scores = torch.matmul(q, k.to(torch.float32).transpose(1, 2)) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    finite = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
+    probabilities = torch.exp(scores - finite[..., None])
+    return torch.matmul(probabilities, v.to(torch.float32)), lse
