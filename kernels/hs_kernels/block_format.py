@@ -32,7 +32,7 @@ Lanes 4g and 4g + 1 carry even k-steps (sparsity selector 0), 4g + 2 and 4g + 3 
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -44,8 +44,6 @@ KEPT = 2  # of them stored
 STRIP = 16  # rows of one MMA instruction
 STEP = 32  # depth of one sparse MMA instruction, 16-bit elements
 LANES = 32
-PAIR_FIRST = 0  # indices of the two values that a group of all zeros stores
-PAIR_SECOND = 1
 DUMMY_METADATA_BYTE = 0x44  # two nibbles (0, 1): metadata of zeros would be an undefined pair
 DUMMY_REF = 0
 
@@ -153,7 +151,7 @@ class BlockFormat:
         return self.head_dim if side == Side.K else self.block_size
 
 
-@lru_cache(maxsize=None)
+@cache
 def nonzero_order(rows: int, depth: int) -> np.ndarray:
     """int64 [rows * depth / 2]: stored element -> row * (depth / 2) + cc, its natural place."""
     steps = depth // STEP
@@ -165,7 +163,7 @@ def nonzero_order(rows: int, depth: int) -> np.ndarray:
     return _constant(row * (depth // 2) + column)
 
 
-@lru_cache(maxsize=None)
+@cache
 def metadata_place(rows: int, depth: int) -> np.ndarray:
     """int64 [rows * depth / 4]: group row * (depth / 4) + c -> its nibble in the metadata bytes.
 
@@ -181,7 +179,7 @@ def metadata_place(rows: int, depth: int) -> np.ndarray:
     return _constant(8 * word + 4 * ((row // 8) % 2) + j % 4)
 
 
-@lru_cache(maxsize=None)
+@cache
 def pair_of_keeps() -> np.ndarray:
     """int64 [16, 2]: bits of the kept positions of a group -> the ordered pair of indices stored.
 
@@ -206,3 +204,122 @@ def _constant(table: np.ndarray) -> np.ndarray:
     table = np.ascontiguousarray(table, dtype=np.int64)
     table.setflags(write=False)
     return table
+
+
+_HEADER = """\
+// Generated from kernels/hs_kernels/block_format.py, which explains it; do not edit.
+// To write it anew, from the root of the repository (PYTHONPATH=kernels):
+//   python -c "import hs_kernels.block_format as f; print(f.render_header(), end='')" > THIS
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define HS_HOST_DEVICE __host__ __device__
+#else
+#define HS_HOST_DEVICE
+#endif
+
+namespace hs {
+
+enum class Side : int { @sides@ };
+enum class BlockKind : int { @kinds@ };
+
+inline constexpr int kBlockSize = @BLOCK_SIZE@;
+inline constexpr int kGroup = @GROUP@;  // elements of a 2:4 group
+inline constexpr int kKept = @KEPT@;
+inline constexpr int kStrip = @STRIP@;  // rows of one MMA instruction
+inline constexpr int kStep = @STEP@;   // depth of one sparse MMA instruction
+inline constexpr int kLanes = @LANES@;
+inline constexpr std::uint32_t kDummyMetadata = @dummy@u;  // what ref 0 reads
+inline constexpr std::int32_t kDummyRef = @DUMMY_REF@;
+
+// The sign of a ref carries the kind; 0, the dummy, is read as sparse slot 0.
+HS_HOST_DEVICE constexpr bool is_dense(std::int32_t ref) { return ref > 0; }
+HS_HOST_DEVICE constexpr std::int32_t slot_of(std::int32_t ref) { return ref > 0 ? ref : -ref; }
+
+HS_HOST_DEVICE constexpr std::int64_t gcd(std::int64_t a, std::int64_t b) {
+  return b == 0 ? a : gcd(b, a % b);
+}
+
+// One K or V block of one kv head, of elements of ItemSize bytes.
+template <int HeadDim, int ItemSize>
+struct BlockFormat {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kItemSize = ItemSize;
+  static constexpr int kElements = kBlockSize * HeadDim;
+  static constexpr int kDenseBytes = kElements * ItemSize;
+  static constexpr int kMetadataBytes = kElements / kGroup / 2;
+  static constexpr int kNonzeroBytes = kElements * kKept / kGroup * ItemSize;
+  static constexpr int kSparseBytes = kMetadataBytes + kNonzeroBytes;
+  static constexpr std::int64_t kSuperblockBytes =
+      std::int64_t{kDenseBytes} / gcd(kDenseBytes, kSparseBytes) * kSparseBytes;
+  static constexpr int kDensePerSuperblock = static_cast<int>(kSuperblockBytes / kDenseBytes);
+  static constexpr int kSparsePerSuperblock = static_cast<int>(kSuperblockBytes / kSparseBytes);
+};
+
+// The sparse operand of a block: Rows x Depth, 2:4 along Depth.
+template <int HeadDim, Side S>
+struct Operand {
+  static constexpr int kRows = S == Side::K ? kBlockSize : HeadDim;
+  static constexpr int kDepth = S == Side::K ? HeadDim : kBlockSize;
+  static constexpr int kStrips = kRows / kStrip;
+  static constexpr int kSteps = kDepth / kStep;
+  static constexpr int kLaneWords = HeadDim / kBlockSize;  // metadata words of a lane and warp
+
+  // Nonzero elements of one strip and step: 8 for each lane, consecutive.
+  HS_HOST_DEVICE static constexpr int fragment(int strip, int step, int lane) {
+    return ((strip * kSteps + step) * kLanes + lane) * 8;
+  }
+  // Nonzero element of compressed column cc (0 .. kDepth / 2) of a row.
+  HS_HOST_DEVICE static constexpr int nonzero(int row, int cc) {
+    const int r = row % kStrip, c = cc % (kStep / 2);
+    const int lane = 4 * (r % 8) + c % 8 / 2;
+    return fragment(row / kStrip, cc / (kStep / 2), lane) + c % 2 + 2 * (r / 8) + 4 * (c / 8);
+  }
+  // Metadata word of a lane, for steps 2 * (step / 2) and 2 * (step / 2) + 1 of a strip; the
+  // sparsity selector of the instruction is step % 2.
+  HS_HOST_DEVICE static constexpr int word(int strip, int step, int lane) {
+    const int lin = strip % 4 * kLaneWords + strip / 4 * (kSteps / 2) + step / 2;
+    return lin / 4 * 128 + lane * 4 + lin % 4;
+  }
+  // Metadata word and lowest bit of a group (0 .. kDepth / 4) of a row.
+  HS_HOST_DEVICE static constexpr int group_word(int row, int group) {
+    const int step = group / 8, j = group % 8;
+    return word(row / kStrip, step, 4 * (row % 8) + 2 * (step % 2) + j / 4);
+  }
+  HS_HOST_DEVICE static constexpr int group_shift(int row, int group) {
+    return 16 * (row / 8 % 2) + 4 * (group % 4);
+  }
+};
+
+@asserts@
+
+}  // namespace hs
+"""
+
+
+def render_header() -> str:
+    """The text of csrc/include/hs/block_format.h; a test compares the two."""
+    asserts = []
+    for head_dim in HEAD_DIMS:
+        for dtype in ("bfloat16", "float32"):
+            fmt = BlockFormat(head_dim, dtype)
+            name = f"BlockFormat<{head_dim}, {fmt.itemsize}>"
+            asserts += [
+                f"static_assert({name}::kDenseBytes == {fmt.dense_bytes});",
+                f"static_assert({name}::kSparseBytes == {fmt.sparse_bytes});",
+                f"static_assert({name}::kSuperblockBytes == {fmt.superblock_bytes});",
+            ]
+    values = {
+        "sides": ", ".join(f"{side.name} = {side.value}" for side in Side),
+        "kinds": ", ".join(f"{kind.name} = {kind.value}" for kind in BlockKind),
+        "dummy": f"0x{DUMMY_METADATA_BYTE:02X}" + 3 * f"{DUMMY_METADATA_BYTE:02X}",
+        "asserts": "\n".join(asserts),
+    }
+    for name in ("BLOCK_SIZE", "GROUP", "KEPT", "STRIP", "STEP", "LANES", "DUMMY_REF"):
+        values[name] = str(globals()[name])
+    text = _HEADER
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text

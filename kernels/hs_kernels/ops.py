@@ -70,9 +70,7 @@ def decode_attention(
     _check_arena(arena)
     _check_devices(arena, q=q, refs=refs, page_table=page_table, seq_lens=seq_lens)
     _require_cpu("decode_attention", arena)
-    return reference.decode_attention(
-        q, arena, refs, page_table, seq_lens, scale, fmt, num_splits
-    )
+    return reference.decode_attention(q, arena, refs, page_table, seq_lens, scale, fmt, num_splits)
 
 
 def prefill_attention(

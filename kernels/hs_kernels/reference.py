@@ -5,7 +5,7 @@ accumulates in fp32. Shapes use the legend of `block_format`.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -162,9 +162,7 @@ def pack_blocks(
 def unpack_blocks(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     """[N, 64, D] in fmt.torch_dtype of raw uint8 [N, sparse_bytes]; pruned positions are zero."""
     if raw.dtype != torch.uint8 or raw.dim() != 2 or raw.shape[1] != fmt.sparse_bytes:
-        raise ValueError(
-            f"raw is {raw.dtype} {list(raw.shape)}, not uint8 [N, {fmt.sparse_bytes}]"
-        )
+        raise ValueError(f"raw is {raw.dtype} {list(raw.shape)}, not uint8 [N, {fmt.sparse_bytes}]")
     n, rows, depth = raw.shape[0], fmt.rows(side), fmt.depth(side)
     tables = _tables(side, fmt, raw.device)
     metadata = raw[:, : fmt.metadata_bytes]
@@ -173,9 +171,7 @@ def unpack_blocks(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).reshape(n, -1)
     nibbles = nibbles[:, tables.nibble_place].to(torch.int64)
     pair = torch.stack([nibbles & 3, nibbles >> 2], dim=-1)
-    dense = torch.zeros(
-        (n, rows * depth // GROUP, GROUP), dtype=fmt.torch_dtype, device=raw.device
-    )
+    dense = torch.zeros((n, rows * depth // GROUP, GROUP), dtype=fmt.torch_dtype, device=raw.device)
     dense.scatter_(-1, pair, nonzeros[:, tables.nonzero_place].view(n, -1, KEPT))
     dense = dense.view(n, rows, depth)
     return dense if side == Side.K else dense.transpose(1, 2)
@@ -195,7 +191,7 @@ def _tables(side: Side, fmt: BlockFormat, device: torch.device) -> _Tables:
     return _build_tables(fmt.rows(side), fmt.depth(side), device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _build_tables(rows: int, depth: int, device: torch.device) -> _Tables:
     order = torch.tensor(nonzero_order(rows, depth), device=device)
     place = torch.tensor(metadata_place(rows, depth), device=device)
@@ -296,8 +292,12 @@ def decode_attention(
         rows = q[r].view(heads, q_heads // heads, head_dim).to(torch.float32)
         share = -(-num_pages // num_splits) * fmt.block_size
         parts = [
-            _attend(rows, k[:, start : min(start + share, length)],
-                    v[:, start : min(start + share, length)], scale)
+            _attend(
+                rows,
+                k[:, start : min(start + share, length)],
+                v[:, start : min(start + share, length)],
+                scale,
+            )
             for start in range(0, length, share)
         ]
         merged, merged_lse = merge_states(
