@@ -16,6 +16,7 @@ from hs_runtime.policies.policy import DENSE, PolicyError, ServerConstants, Spar
 
 CONFIG_VARIABLE: Final = "HS_RUNTIME_CONFIG"
 CACHE_VARIABLE: Final = "HS_CACHE_DIR"
+PLUGIN_FILTER_VARIABLE: Final = "SGLANG_PLUGINS"  # SGLang's: which plugins it may load
 BACKEND_NAME: Final = "hierasparse"
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hierasparse"
@@ -30,6 +31,12 @@ def cache_dir() -> Path:
     """Where downloads, converted models and built kernels are kept: $HS_CACHE_DIR or ~/.cache."""
     chosen = os.environ.get(CACHE_VARIABLE, "")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "hierasparse"
+
+
+def plugin_filter() -> frozenset[str] | None:
+    """The only plugins that SGLang may load, None when it may load all that are installed."""
+    names = os.environ.get(PLUGIN_FILTER_VARIABLE, "").split(",")
+    return frozenset(name.strip() for name in names if name.strip()) or None
 
 
 def set_process_environment(settings: dict[str, str]) -> None:
