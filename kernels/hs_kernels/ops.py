@@ -20,12 +20,19 @@ __all__ = [
 
 
 def compress_blocks(
-    blocks: Tensor, side: Side, arena: Tensor, slots: Tensor, fmt: BlockFormat
+    blocks: Tensor,
+    side: Side,
+    arena: Tensor,
+    slots: Tensor,
+    fmt: BlockFormat,
+    keep: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
-    """Prune blocks [N, Hkv, 64, D] by magnitude and pack them into sparse slots of the arena.
+    """Prune blocks [N, Hkv, 64, D] and pack them into sparse slots of the arena.
 
-    `slots` int32 [N, Hkv] are sparse slot numbers; every (slot, head) may appear once. Mutates
-    the arena uint8 [bytes].
+    `slots` int32 [N, Hkv] are sparse slot numbers; every (slot, head) may appear once. `keep` (bool,
+    shaped as blocks) is the element mask, by default the two largest |x| of four; `values` (as
+    blocks) are stored in place of the blocks. Mutates the arena uint8 [bytes].
     """
     _check(
         blocks.dim() == 4 and tuple(blocks.shape[2:]) == (fmt.block_size, fmt.head_dim),
@@ -39,7 +46,7 @@ def compress_blocks(
     _check_arena(arena)
     _check_devices(arena, blocks=blocks, slots=slots)
     _require_cpu("compress_blocks", arena)
-    reference.compress_blocks(blocks, side, arena, slots, fmt)
+    reference.compress_blocks(blocks, side, arena, slots, fmt, keep, values)
 
 
 def decode_attention(

@@ -234,11 +234,21 @@ def write_dummy(arena: Tensor, fmt: BlockFormat, heads: int) -> None:
 
 
 def compress_blocks(
-    blocks: Tensor, side: Side, arena: Tensor, slots: Tensor, fmt: BlockFormat
+    blocks: Tensor,
+    side: Side,
+    arena: Tensor,
+    slots: Tensor,
+    fmt: BlockFormat,
+    keep: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
-    """Prune and pack blocks [N, Hkv, 64, D] into sparse slots int32 [N, Hkv] of the arena."""
+    """Prune and pack blocks [N, Hkv, 64, D] into sparse slots int32 [N, Hkv] of the arena.
+
+    `keep` and `values` are those of `pack_blocks`, shaped as `blocks`.
+    """
     n, heads = slots.shape
-    raw = pack_blocks(blocks.reshape(n * heads, *blocks.shape[2:]), side, fmt)
+    flat = [None if x is None else x.reshape(n * heads, *x.shape[2:]) for x in (keep, values)]
+    raw = pack_blocks(blocks.reshape(n * heads, *blocks.shape[2:]), side, fmt, *flat)
     index = slots.to(torch.int64) * heads + torch.arange(heads, device=slots.device)
     sparse_slots(arena, fmt, heads).flatten(0, 1)[index.reshape(-1)] = raw
 

@@ -1,0 +1,217 @@
+"""Prunes, packs and re-points: the device side of compression, on the forward stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from hs_kernels import ops
+from hs_kernels.block_format import Side
+from torch import Tensor
+
+from hs_runtime.policies.pruner import PrunedBlocks, Pruner, select
+from hs_runtime.pool.block_pool import BlockPool, Convert
+
+
+@dataclass(frozen=True, slots=True)
+class PageSource:
+    """Where the plain content of one page is during a forward: `token` >= 0 is its first row in the
+    batch's own K/V tensors, else `slot` is a dense slot."""
+
+    token: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Pages of one side that are compressed together.
+
+    `pages` are page ids; `refs` the slots' refs in rank order, of which the first `sparse` are
+    sparse: rank r of the ascending losses goes to refs[r], for every (layer, head) on its own.
+    """
+
+    side: int
+    pages: tuple[int, ...]
+    sources: tuple[PageSource, ...]
+    refs: tuple[int, ...]
+    sparse: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """All groups of one page, of one side, as index tensors: their only slot is sparse."""
+
+    from_chunk: Tensor  # int64 [N1, 64] rows of the batch's K/V
+    from_slots: Tensor  # int64 [N2] dense slots
+    slots: Tensor  # int32 [N1 + N2] sparse slots
+
+
+class Compressor:
+    """Turns dense pages into sparse ones: `begin` once for each batch, then `apply` for each layer.
+
+    Also carries out the pool's conversions at the decode side, for all layers at once (`convert`).
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        pruner: Pruner,
+        calibration: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.pool, self.pruner, self.calibration = pool, pruner, calibration
+        self._singles: dict[int, _Singles] = {}
+        self._groups: list[PageGroup] = []
+
+    def begin(self, groups: Sequence[PageGroup]) -> None:
+        """Prepares the compression of one extend batch and writes the refs that are the same for
+        all layers and heads. Must stay out of CUDA graphs."""
+        pool, page = self.pool, torch.arange(64, device=self.pool.device)
+        self._groups = [g for g in groups if len(g.pages) > 1 or not g.sparse]
+        self._singles = {}
+        for side in Side:
+            single = [g for g in groups if g.side == side and len(g.pages) == 1 and g.sparse]
+            if not single:
+                continue
+            chunk = [g for g in single if g.sources[0].token >= 0]
+            stored = [g for g in single if g.sources[0].token < 0]
+            ordered = chunk + stored
+            first = self._index([g.sources[0].token for g in chunk])
+            refs = self._index([g.refs[0] for g in ordered]).to(torch.int32)
+            pool.refs[:, side, self._index([g.pages[0] for g in ordered])] = refs[None, :, None]
+            self._singles[side] = _Singles(
+                from_chunk=first[:, None] + page,
+                from_slots=self._index([g.sources[0].slot for g in stored]),
+                slots=-refs,
+            )
+
+    def apply(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Compresses the batch's pages of one layer from k, v [T, Hkv, D] and the dense slots."""
+        for side, singles in self._singles.items():
+            own = (k, v)[side][singles.from_chunk].transpose(1, 2)
+            stored = self.pool.dense_view(layer)[singles.from_slots]
+            self._store_sparse(layer, side, torch.cat([own, stored]), singles.slots)
+        for group in self._groups:
+            blocks = torch.stack([self._load(layer, (k, v)[group.side], s) for s in group.sources])
+            self._place(layer, group, blocks)
+
+    def convert(self, conversions: Sequence[Convert]) -> None:
+        """Pages take their decode form, in all layers: dense slots to sparse ones of the same page,
+        or a segment's pages to a set of slots in rank order. Must stay out of CUDA graphs."""
+        single = [c for c in conversions if len(c.pages) == 1]
+        for side in Side:
+            rows = [c for c in single if c.side == side]
+            if rows:
+                old, new = (self._index([r[0] for r in refs]) for refs in zip(
+                    *((c.old, c.new) for c in rows), strict=True))
+                for layer in range(self.pool.layers):
+                    blocks = self.pool.dense_view(layer)[old]
+                    self._store_sparse(layer, side, blocks, (-new).to(torch.int32))
+                pages = self._index([c.pages[0] for c in rows])
+                self.pool.refs[:, side, pages] = new.to(torch.int32)[None, :, None]
+        for conversion in conversions:
+            if len(conversion.pages) > 1:
+                self._convert_segment(conversion)
+
+    def _convert_segment(self, c: Convert) -> None:
+        """Pages that are sparse already go first, in the order of their slots; then the dense ones
+        by ascending loss. Their bytes are read before any slot is written."""
+        pool, count, heads = self.pool, sum(ref < 0 for ref in c.new), self.pool.heads
+        pages, old, new = (self._index(list(x)) for x in (c.pages, c.old, c.new))
+        total = len(c.pages)
+        head = torch.arange(heads, device=pool.device).expand(total, -1)
+        rank = torch.arange(total, device=pool.device)[:, None].expand(-1, heads)
+        target = new[:, None].expand(-1, heads)
+        for layer in range(pool.layers):
+            dense, sparse = pool.dense_view(layer), pool.sparse_view(layer)
+            refs = pool.refs[layer, c.side, pages].long()  # [C, H]
+            blocks = dense[refs.clamp(min=0), head]  # [C, H, 64, D]
+            packed = sparse[(-refs).clamp(min=0), head]  # uint8 [C, H, sparse_bytes]
+            pruned = self._prune(layer, c.side, blocks, ranked=True)
+            assert pruned.losses is not None
+            was_sparse = refs < 0
+            losses = torch.where(was_sparse, torch.inf, pruned.losses)
+            by_loss = torch.argsort(losses, dim=0, stable=True)
+            position = torch.empty_like(by_loss).scatter_(0, by_loss, rank)
+            old_rank = (refs[..., None] == old).int().argmax(-1)
+            order = torch.where(was_sparse, old_rank, len(old) + position).argsort(dim=0)
+            fresh = target != refs.gather(0, order)
+            repacked = was_sparse.gather(0, order)
+
+            chosen = fresh & (rank >= count)
+            dense[target[chosen], head[chosen]] = blocks[order[chosen], head[chosen]]
+            chosen = fresh & (rank < count) & repacked
+            sparse[-target[chosen], head[chosen]] = packed[order[chosen], head[chosen]]
+            chosen = fresh & (rank < count) & ~repacked
+            # With one head for each slot, block (slot j, head h) is slot j * heads + h.
+            slots = (-target[chosen] * heads + head[chosen]).to(torch.int32)[:, None]
+            keep, values = (
+                None if x is None else x[order[chosen], head[chosen]][:, None]
+                for x in (pruned.keep, pruned.values)
+            )
+            chosen_blocks = blocks[order[chosen], head[chosen]][:, None]
+            self._compress(layer, c.side, chosen_blocks, slots, keep, values)
+            pool.refs[layer, c.side, pages] = (
+                torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
+            )
+
+    def _place(self, layer: int, group: PageGroup, blocks: Tensor) -> None:
+        """Blocks [C, H, 64, D] of a segment onto its slots in rank order; refs follow."""
+        pool, heads = self.pool, self.pool.heads
+        pruned = self._prune(layer, group.side, blocks, ranked=True)
+        assert pruned.losses is not None
+        order = select(pruned.losses, 0).order  # [C, H]
+        new = self._index(list(group.refs))
+        head = torch.arange(heads, device=pool.device)
+        sparse_order, dense_order = order[: group.sparse], order[group.sparse :]
+        if group.sparse:
+            chosen = blocks[sparse_order, head]
+            slots = (-new[: group.sparse]).to(torch.int32)[:, None].expand(-1, heads)
+            extra = [
+                None if x is None else x[sparse_order, head] for x in (pruned.keep, pruned.values)
+            ]
+            self._compress(layer, group.side, chosen, slots, *extra)
+        if dense_order.numel():
+            slots = new[group.sparse :][:, None].expand(-1, heads)
+            pool.dense_view(layer)[slots, head] = blocks[dense_order, head]
+        pages = self._index(list(group.pages))
+        refs = torch.empty_like(order).scatter_(0, order, new[:, None].expand(-1, heads))
+        pool.refs[layer, group.side, pages] = refs.to(torch.int32)
+
+    def _store_sparse(self, layer: int, side: int, blocks: Tensor, slots: Tensor) -> None:
+        """Prunes and packs blocks [N, H, 64, D] into sparse slots int32 [N], all heads alike."""
+        pruned = self._prune(layer, side, blocks, ranked=False)
+        slots = slots[:, None].expand(-1, self.pool.heads).contiguous()
+        self._compress(layer, side, blocks, slots, pruned.keep, pruned.values)
+
+    def _compress(
+        self,
+        layer: int,
+        side: int,
+        blocks: Tensor,
+        slots: Tensor,
+        keep: Tensor | None,
+        values: Tensor | None,
+    ) -> None:
+        ops.compress_blocks(
+            blocks.contiguous(),
+            Side(side),
+            self.pool.arena[layer],
+            slots.contiguous(),
+            self.pool.format,
+            keep=keep,
+            values=values,
+        )
+
+    def _prune(self, layer: int, side: int, blocks: Tensor, *, ranked: bool) -> PrunedBlocks:
+        calibration = None if self.calibration is None else self.calibration[layer]
+        return self.pruner.prune(blocks, side, calibration, ranked=ranked)
+
+    def _load(self, layer: int, own: Tensor, source: PageSource) -> Tensor:
+        """[H, 64, D] of one page."""
+        if source.token >= 0:
+            return own[source.token : source.token + 64].transpose(0, 1)
+        return self.pool.dense_view(layer)[source.slot]
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long).to(self.pool.device, non_blocking=True)

@@ -1,0 +1,410 @@
+"""What every request holds, and how it changes: prefill, prefill to decode, decode, replay.
+
+All of it happens on the CPU when a batch is scheduled, in counts and lists; the device follows
+through the pool's operations. The rules are `scheduler.lifecycle`, the costs `scheduler.admission`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hs_runtime.policies import SparsityPolicy
+from hs_kernels.block_format import BlockKind
+
+from hs_runtime.pool.block_pool import DENSE, SPARSE, BlockPool, Convert, Slot
+from hs_runtime.scheduler.admission import (
+    BlockSizes,
+    Slots,
+    decode_growth,
+    prefill_need,
+    request_need,
+)
+from hs_runtime.scheduler.lifecycle import SIDES, Lifecycle, is_fractional, sparse_count
+
+
+class PrefixCache(Protocol):
+    """What storage needs of the radix tree and of the page ids."""
+
+    def evict_one(self) -> bool:
+        """Evicts the least useful unlocked leaf; False when there is none."""
+
+    def evictable_pages(self) -> int:
+        """Page ids in unlocked nodes."""
+
+    def free_page_count(self) -> int:
+        """Page ids that nobody holds."""
+
+    def make_private(self, state: RequestState) -> list[int]:
+        """Takes fresh page ids for the row's first `state.protected` pages, writes them into
+        SGLang's row and unlocks the tree's path. Returns the ids."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One admitted request. Pages and positions count from the start of the prompt.
+
+    `pages` is its row of page ids, the first `protected` of which belong to the tree. `tail` holds
+    dense slots of pages whose refs are not set (yet). `budget` is what admission promised its
+    prefill and it has not taken. `front[side]` is the first page that decode has not visited.
+    """
+
+    rid: str
+    policy: SparsityPolicy
+    n: int
+    known: int
+    max_new: int
+    owner: Any
+    hit: int = 0
+    position: int = 0
+    pages: list[int] = field(default_factory=list)
+    protected: int = 0
+    tail: dict[tuple[int, int], Slot] = field(default_factory=dict)
+    budget: list[int] = field(default_factory=lambda: [0, 0])
+    front: list[int] = field(default_factory=lambda: [0, 0])
+    private: bool = False
+    decoding: bool = False
+    prompt_form: Slots | None = None
+
+    @property
+    def replaying(self) -> bool:
+        """Its prompt is done, and tokens generated before a retraction still have to be computed."""
+        return self.decoding and self.position < self.known
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """One row of an extend batch, positions [start, end).
+
+    `compress` lists (side, pages of the row, slots in rank order, how many of them are sparse),
+    `writes` (page of the row, side, dense slot), `returned` the tail entries that are free after
+    the forward.
+    """
+
+    state: RequestState
+    start: int
+    end: int
+    compress: tuple[tuple[int, tuple[int, ...], tuple[Slot, ...], int], ...]
+    writes: tuple[tuple[int, int, Slot], ...]
+    returned: tuple[tuple[int, int], ...]
+    replay: bool
+
+
+class RequestStorage:
+    """Every admitted request's pages and slots, and the byte ledger over them."""
+
+    def __init__(self, rules: Lifecycle, pool: BlockPool, prefix_cache: PrefixCache) -> None:
+        self.rules, self.pool, self.prefix_cache = rules, pool, prefix_cache
+        fmt = pool.format
+        self.sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
+        self.active: dict[str, RequestState] = {}
+        self.careful = False  # after a retraction admit only what surely completes
+        self.compressed_blocks = 0
+        self.retractions = 0
+
+    # ledger
+
+    @property
+    def _used(self) -> Slots:
+        return Slots(self.pool.ledger.used[DENSE], self.pool.ledger.used[SPARSE])
+
+    def reserved(self) -> tuple[Slots, int]:
+        """Slots and page ids promised to running prefills and not taken yet."""
+        dense = sparse = pages = 0
+        for state in self.active.values():
+            if not state.decoding:
+                dense, sparse = dense + state.budget[0], sparse + state.budget[1]
+                pages += self.rules.pages(state.n) - len(state.pages)
+        return Slots(dense, sparse), pages
+
+    def never_fits(self, policy: SparsityPolicy, n: int, max_new: int) -> bool:
+        need = request_need(self.rules, self.sizes, policy, n, max_new)
+        pages = self.rules.pages(n + max_new) + 1
+        return need > self.pool.ledger.superblocks or 2 * pages > self.pool.pages
+
+    def admits(
+        self, policy: SparsityPolicy, n: int, hit: int, *, max_new: int, counted: int, ratio: float
+    ) -> bool:
+        """Whether a prompt of n tokens, of which `hit` are cached (and locked), can start now.
+
+        `counted` of its `max_new` new tokens are reserved; `ratio` is SGLang's new_token_ratio, at
+        which the remaining tokens of running requests are counted.
+        """
+        rules = self.rules
+        if self.careful and self.active:
+            needs = [
+                request_need(rules, self.sizes, p, length, max_new)
+                for p, length, max_new in [
+                    (policy, n, max_new),
+                    *((s.policy, s.n, s.max_new) for s in self.active.values()),
+                ]
+            ]
+            if sum(needs) > self.pool.ledger.superblocks:
+                return False
+        reserved, reserved_pages = self.reserved()
+        need = self._used.plus(reserved).plus(prefill_need(rules, policy, n, hit))
+        need = need.plus(decode_growth(rules, policy, n, counted))
+        for state in self.active.values():
+            left = min(max(state.max_new - (max(state.position, state.known) - state.n), 0), 4096)
+            position = max(state.position, state.n)
+            need = need.plus(decode_growth(rules, state.policy, position, int(left * ratio)))
+        evictable = self.pool.evictable
+        if not self.pool.ledger.fits(need.dense - evictable[DENSE], need.sparse - evictable[SPARSE]):
+            return False
+        pages = reserved_pages + rules.pages(n) - hit // rules.page
+        return self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() >= pages
+
+    def _take(self, state: RequestState, kind: BlockKind) -> Slot:
+        """One slot for a prefill: promised at admission, so eviction always makes room."""
+        dense, sparse = kind == DENSE, kind == SPARSE
+        while not self.pool.ledger.fits(self._used.dense + dense, self._used.sparse + sparse):
+            if not self.prefix_cache.evict_one():
+                raise RuntimeError(f"a forward ran out of KV bytes: {self._used}, request {state.rid}")
+        state.budget[sparse] -= 1
+        if state.budget[sparse] < 0:
+            raise RuntimeError(f"request {state.rid} holds more than was charged: {state.budget}")
+        return self.pool.allocate(kind)
+
+    # admission and prefill
+
+    def open(self, state: RequestState) -> None:
+        """Admits a request whose first `state.hit` tokens are cached in `state.pages`."""
+        need = prefill_need(self.rules, state.policy, state.n, state.hit)
+        state.budget = [need.dense, need.sparse]
+        state.front = [self.rules.sink_pages] * 2
+        state.position = state.hit
+        self.active[state.rid] = state
+
+    def allocate_chunk(self, state: RequestState, end: int, new_pages: Sequence[int]) -> ChunkWork:
+        """Slots of prompt positions [state.position, end), whose new page ids are `new_pages`."""
+        rules, start, first = self.rules, state.position, len(state.pages)
+        compress: list[tuple[int, tuple[int, ...], tuple[Slot, ...], int]] = []
+        writes: list[tuple[int, int, Slot]] = []
+        returned: list[tuple[int, int]] = []
+        state.pages.extend(new_pages)
+        for side in SIDES:
+            share = state.policy.prefill.of(side)
+            kept = rules.kept_copies(state.policy, state.n, side)
+            complete = end // rules.segment if share else 0
+            for p in range(first, len(state.pages)):
+                if p < rules.sink_pages or not share:
+                    slot = self._take(state, DENSE)
+                    self.pool.bind_dense(side, state.pages[p], slot)
+                    writes.append((p, side, slot))
+                elif p >= complete * rules.segment_pages or p in kept:
+                    slot = state.tail[p, side] = self._take(state, DENSE)
+                    writes.append((p, side, slot))
+            for segment in range(start // rules.segment, complete):
+                pages = rules.candidates(segment)
+                count = sparse_count(share, len(pages))
+                whole = is_fractional(share)
+                for group in [tuple(pages)] if whole else [(p,) for p in pages]:
+                    sparse = count if whole else 1
+                    kinds = [SPARSE] * sparse + [DENSE] * (len(group) - sparse)
+                    slots = [self._take(state, kind) for kind in kinds]
+                    self.pool.bind(side, [state.pages[p] for p in group], slots)
+                    compress.append((side, group, tuple(slots), sparse))
+                    self._count_compressed(sparse)
+                returned += [(p, side) for p in pages if p < first and p not in kept]
+        return ChunkWork(
+            state, start, end, tuple(compress), tuple(writes), tuple(returned), replay=False
+        )
+
+    def finish_chunk(self, work: ChunkWork) -> None:
+        """After the forward is planned: tail slots of completed segments return, positions move on."""
+        state = work.state
+        for key in work.returned:
+            self.pool.release(state.tail.pop(key))
+            state.budget[0] += 1
+        state.position = work.end
+
+    def end_of_prompt(self, state: RequestState) -> None:
+        """The dense copies of unfinished and window pages become their pages' storage."""
+        for (p, side), slot in state.tail.items():
+            page = state.pages[p]
+            if (page, side) in self.pool.spans:
+                self.pool.unbind(page, side)
+            self.pool.bind_dense(side, page, slot)
+        state.tail, state.budget, state.decoding = {}, [0, 0], True
+        state.prompt_form = self.form(state)
+
+    # prefill to decode, decode, replay
+
+    def needs_private_pages(self, state: RequestState) -> bool:
+        return (
+            state.decoding
+            and not state.private
+            and self.rules.changes_at_decode(state.policy, state.protected)
+        )
+
+    def make_private(self, state: RequestState) -> bool:
+        """New page ids on the slots of the tree's pages, whose path is unlocked.
+
+        False when the ids are not there; nothing has changed then.
+        """
+        need = state.protected + self.reserved()[1]
+        while self.prefix_cache.free_page_count() < need:
+            if not self.prefix_cache.evict_one():
+                return False
+        old = state.pages[: state.protected]
+        new = self.prefix_cache.make_private(state)
+        self.pool.share(old, new)
+        state.pages[: state.protected] = new
+        state.protected, state.private = 0, True
+        return True
+
+    def _units(self, state: RequestState) -> Iterable[tuple[int, tuple[int, ...], int]]:
+        """(side, pages, sparse count) that take their decode form before position is computed."""
+        rules, window = self.rules, self.rules.window_page(state.position)
+        for side in SIDES:
+            share, p = state.policy.decode.of(side), state.front[side]
+            while share and p < window:
+                held = self.pool.spans[state.pages[p], side].pages
+                pages: tuple[int, ...] = (p,)
+                if len(held) > 1 or is_fractional(share):
+                    segment = p // rules.segment_pages
+                    if (segment + 1) * rules.segment_pages > window:
+                        break
+                    pages = tuple(rules.candidates(segment))
+                yield side, pages, sparse_count(share, len(pages))
+                p = pages[-1] + 1
+
+    def _change(
+        self, state: RequestState, side: int, pages: tuple[int, ...], count: int
+    ) -> tuple[list[Slot], list[Slot | None], list[BlockKind]]:
+        """Old slots, and for every rank the old slot that may stay (None: a new one) and its kind."""
+        spans = {id(s): s for s in (self.pool.spans[state.pages[p], side] for p in pages)}.values()
+        old = [slot for span in spans for slot in span.slots]
+        kinds = [SPARSE] * count + [DENSE] * (len(pages) - count)
+        if len(spans) == 1:
+            same = zip(old, kinds, strict=True)
+            return old, [slot if slot.kind == kind else None for slot, kind in same], kinds
+        mine = [s for s in old if s.references == 1 and s.kind == DENSE][: len(pages) - count]
+        fresh: list[Slot | None] = [None] * (len(pages) - len(mine))
+        return old, fresh + mine, kinds
+
+    def step_end(self, state: RequestState) -> int:
+        """Where the next step of a decoding request ends: a replay extend, or one token."""
+        if state.replaying:
+            return self.rules.next_replay_end(state.position, state.known)
+        return state.position + 1
+
+    def step_fits(self, states: Iterable[RequestState]) -> bool:
+        """Whether the next step of these decoding requests fits, taken in this order. Counts only."""
+        reserved, page_ids = self.reserved()
+        dense, sparse = self._used.plus(reserved)
+        fits = self.pool.ledger.fits
+        for state in states:
+            for side, pages, count in self._units(state):
+                old, keep, kinds = self._change(state, side, pages, count)
+                new = [kind for slot, kind in zip(keep, kinds, strict=True) if slot is None]
+                dense, sparse = dense + new.count(DENSE), sparse + new.count(SPARSE)
+                if not fits(dense, sparse):
+                    return False
+                kept = {id(slot) for slot in keep if slot}
+                gone = [s.kind for s in old if id(s) not in kept and s.references == 1]
+                dense, sparse = dense - gone.count(DENSE), sparse - gone.count(SPARSE)
+            pages_opened = self.rules.pages(self.step_end(state)) - len(state.pages)
+            dense, page_ids = dense + 2 * pages_opened, page_ids + pages_opened
+            if not fits(dense, sparse):
+                return False
+        return page_ids <= self.prefix_cache.free_page_count()
+
+    def make_room(self, states: Sequence[RequestState]) -> bool:
+        """Private pages where due, then evicts until the next step of `states` fits; False if it cannot."""
+        for state in states:
+            if self.needs_private_pages(state) and not self.make_private(state):
+                return False
+        while not self.step_fits(states):
+            if not self.prefix_cache.evict_one():
+                return False
+        return True
+
+    def convert_due(self, state: RequestState) -> None:
+        """Queues the pages that take their decode form before `state.position` is computed."""
+        for side, pages, count in list(self._units(state)):
+            self._convert(state, side, pages, count)
+            state.front[side] = pages[-1] + 1
+
+    def _convert(self, state: RequestState, side: int, pages: tuple[int, ...], count: int) -> None:
+        old, keep, kinds = self._change(state, side, pages, count)
+        if None not in keep:
+            return
+        before = sum(slot.kind == SPARSE for slot in old)
+        new = [
+            slot or self.pool.allocate(kind) for slot, kind in zip(keep, kinds, strict=True)
+        ]
+        ids = [state.pages[p] for p in pages]
+        refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
+        self.pool.queue(Convert(side, tuple(ids), *refs))
+        self._count_compressed(count - before)
+        for page in ids:
+            self._forget(page, side)
+        kept = {id(slot) for slot in keep if slot}
+        for slot in old:
+            if id(slot) not in kept:
+                self.pool.release(slot)
+        self.pool.bind(side, ids, new)
+
+    def _forget(self, page: int, side: int) -> None:
+        """Takes a page out of its span without releasing the slots, which the caller reuses."""
+        span = self.pool.spans.pop((page, side))
+        span.live -= 1
+
+    def open_pages(self, state: RequestState, new_pages: Sequence[int]) -> None:
+        """Dense slots, K and V, of pages that decode or replay opens."""
+        for page in new_pages:
+            state.pages.append(page)
+            for side in SIDES:
+                self.pool.bind_dense(side, page, self.pool.allocate(DENSE))
+
+    def replay_chunk(self, state: RequestState, end: int, new_pages: Sequence[int]) -> ChunkWork:
+        """A replay extend [state.position, end); its conversions have been queued."""
+        self.open_pages(state, new_pages)
+        pages = range(state.position // self.rules.page, self.rules.pages(end))
+        writes = tuple((p, side, self.dense_slot(state, p, side)) for p in pages for side in SIDES)
+        return ChunkWork(state, state.position, end, (), writes, (), replay=True)
+
+    def dense_slot(self, state: RequestState, p: int, side: int) -> Slot:
+        """The dense slot of a page that is read or written in plain form."""
+        slot = state.tail.get((p, side))
+        if slot is None:
+            span = self.pool.spans[state.pages[p], side]
+            slot = span.slots[0]
+            if len(span.slots) != 1 or slot.kind != DENSE:
+                raise RuntimeError(f"request {state.rid}: page {p} side {side} is not dense")
+        return slot
+
+    # the end of a request, and reports
+
+    def close(self, state: RequestState, *, retracted: bool = False) -> None:
+        """Gives back the tail slots; the caller gives back the pages."""
+        for slot in state.tail.values():
+            self.pool.release(slot)
+        state.tail = {}
+        del self.active[state.rid]
+        if retracted:
+            self.careful, self.retractions = True, self.retractions + 1
+        elif not self.active:
+            self.careful = False
+
+    def clear(self) -> None:
+        self.active.clear()
+        self.careful = False
+
+    def _count_compressed(self, slots: int) -> None:
+        self.compressed_blocks += slots * self.pool.layers * self.pool.heads
+
+    def form(self, state: RequestState) -> Slots:
+        """Dense and sparse slots of the pages in the row (of a segment, counted once)."""
+        spans = {
+            id(span): span
+            for span in (self.pool.spans[page, side] for page in state.pages for side in SIDES)
+        }
+        kinds = [slot.kind for span in spans.values() for slot in span.slots]
+        return Slots(kinds.count(DENSE), kinds.count(SPARSE))
+
+    def tails(self) -> Iterable[Slot]:
+        for state in self.active.values():
+            yield from state.tail.values()

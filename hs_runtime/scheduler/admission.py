@@ -1,0 +1,126 @@
+"""The byte ledger: what a request costs under its policy, as counts of dense and sparse slots.
+
+Counts follow from (policy, length) alone, never from data, so every tensor-parallel rank and the
+scheduler on the CPU agree without asking the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hs_runtime.policies import SparsityPolicy
+from hs_runtime.scheduler.lifecycle import SIDES, Lifecycle, is_fractional, sparse_count
+
+
+class Slots(NamedTuple):
+    """A pair of counts. One slot holds one side of one page, for all layers and heads."""
+
+    dense: int
+    sparse: int
+
+    def plus(self, other: tuple[int, int]) -> Slots:
+        return Slots(self.dense + other[0], self.sparse + other[1])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Bytes of one block of one kv head, and how many fit into a superblock."""
+
+    dense_bytes: int
+    sparse_bytes: int
+    superblock_bytes: int
+
+    @property
+    def dense_per_superblock(self) -> int:
+        return self.superblock_bytes // self.dense_bytes
+
+    @property
+    def sparse_per_superblock(self) -> int:
+        return self.superblock_bytes // self.sparse_bytes
+
+    def superblocks(self, slots: tuple[int, int]) -> int:
+        """A pair of counts fits an arena if and only if this is at most its superblocks."""
+        return -(-slots[0] // self.dense_per_superblock) + -(-slots[1] // self.sparse_per_superblock)
+
+    def bytes_of(self, slots: tuple[int, int]) -> int:
+        return slots[0] * self.dense_bytes + slots[1] * self.sparse_bytes
+
+
+def prefill_need(rules: Lifecycle, policy: SparsityPolicy, n: int, hit: int) -> Slots:
+    """Slots that prefilling [hit, n) may hold at once, whatever the chunk cuts.
+
+    When a chunk completes a segment, the tail slots of that segment and those of the next,
+    unfinished one are both held until its last layer.
+    """
+    per_segment = rules.segment_pages
+    dense = sparse = 0
+    for side in SIDES:
+        share, first, last = policy.prefill.of(side), hit // rules.segment, n // rules.segment
+        if not share:
+            dense += rules.pages(n) - hit // rules.page
+            continue
+        kept, form, peak = len(rules.kept_copies(policy, n, side)), 0, 0
+        for segment in range(first, last + 1):  # segments [first, segment) are complete
+            unfinished = per_segment - 1
+            if segment == last:
+                unfinished = rules.pages(n) - last * per_segment + kept
+            returned = per_segment - 1
+            if segment == first:
+                returned = 0
+            elif segment == last == first + 1:
+                returned = min(per_segment - 1, per_segment - kept)
+            peak = max(peak, form + unfinished + returned)
+            if segment < last:
+                count = sparse_count(share, len(rules.candidates(segment)))
+                form, sparse = form + per_segment - count, sparse + count
+        dense += peak
+    return Slots(dense, sparse)
+
+
+def prefill_form(rules: Lifecycle, policy: SparsityPolicy, n: int) -> Slots:
+    """Slots of a prompt of n tokens when its prefill is done and decode has not changed anything."""
+    sparse = 0
+    for side in SIDES:
+        share = policy.prefill.of(side)
+        for segment in range(rules.reuse_limit(policy, n) // rules.segment if share else 0):
+            sparse += sparse_count(share, len(rules.candidates(segment)))
+    return Slots(2 * rules.pages(n) - sparse, sparse)
+
+
+def decode_form(rules: Lifecycle, policy: SparsityPolicy, t: int) -> Slots:
+    """Slots of a request that is about to compute position t."""
+    dense = sparse = 0
+    window, pages = rules.window_page(t), t // rules.page + 1
+    for side in SIDES:
+        share, count = policy.decode.of(side), 0
+        if is_fractional(share):
+            for segment in range(max(window, 0) // rules.segment_pages):
+                count += sparse_count(share, len(rules.candidates(segment)))
+        elif share:
+            count = max(0, window - rules.sink_pages)
+        dense, sparse = dense + pages - count, sparse + count
+    return Slots(dense, sparse)
+
+
+def decode_growth(rules: Lifecycle, policy: SparsityPolicy, position: int, new_tokens: int) -> Slots:
+    """Slots by which a request grows while it decodes `new_tokens` tokens from `position` on."""
+    before, after = (decode_form(rules, policy, t) for t in (position, position + new_tokens))
+    return Slots(max(0, after.dense - before.dense), max(0, after.sparse - before.sparse))
+
+
+def request_need(
+    rules: Lifecycle, sizes: BlockSizes, policy: SparsityPolicy, n: int, max_new: int
+) -> int:
+    """Superblocks with which a request always completes alone.
+
+    Its larger form and the segment being converted, rounded up, plus one because either kind may
+    leave a superblock partly filled.
+    """
+    step = rules.segment_pages * sizes.sparse_bytes
+    positions = {n, n + max_new, *range((n // rules.page + 1) * rules.page, n + max_new, rules.page)}
+    forms: Iterable[int] = (sizes.bytes_of(decode_form(rules, policy, t)) for t in positions)
+    larger = max(*forms, sizes.bytes_of(prefill_form(rules, policy, n)))
+    alone = -(-(larger + step) // sizes.superblock_bytes) + 1
+    return max(sizes.superblocks(prefill_need(rules, policy, n, 0)), alone)
