@@ -1,0 +1,92 @@
+"""The server process: take the port, start the engine, serve until a signal, let requests finish.
+
+`python -m hs_server` serves the configuration in the environment and passes its arguments to
+SGLang; `hs-runtime serve` is the way to make both.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from hs_runtime.config import ConfigError, RuntimeConfig
+
+_BACKLOG = 2048
+_HEADER_BYTES = 64 << 10  # of one request, all lines together; h11 answers 431 beyond
+_KEEP_ALIVE_SECONDS = 30
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: a taken port is found before the model loads.
+
+    Until it listens, clients are refused, which is what a load balancer expects of a starting
+    server. Raises ConfigError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
+    """Serve until SIGINT or SIGTERM; returns when all requests have ended or the drain is over."""
+    try:
+        bound = take_port(config.host, config.port)
+    except ConfigError as error:
+        raise SystemExit(f"hs-runtime serve: {error}") from None
+    with bound:
+        _say(f"loading {config.model_path}")
+        # Here and not above: importing SGLang takes ten seconds, and spawned processes, which
+        # import this module again, must import the package's own start-up code before it.
+        from hs_server.app import create_app
+        from hs_server.engine import SGLangEngine
+
+        engine = SGLangEngine(config, list(sglang_arguments))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(engine, config),
+                host=config.host,
+                port=config.port,
+                backlog=_BACKLOG,
+                h11_max_incomplete_event_size=_HEADER_BYTES,
+                http="h11",
+                ws="none",
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=round(config.drain_seconds),
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+            )
+        )
+        address, port = bound.getsockname()[:2]
+        _say(banner(config, f"http://{f'[{address}]' if ':' in address else address}:{port}"))
+        server.run(sockets=[bound])
+
+
+def banner(config: RuntimeConfig, url: str) -> str:
+    """What a person wants to know once: where, what, and how KV blocks are stored."""
+    constants = config.constants
+    quality = "calibrated" if constants.calibration else "no calibration file"
+    return (
+        f"serving {config.model_name} on {url}\n"
+        f"policy {config.default_policy.preset} by default; segment {constants.segment}, "
+        f"window {constants.window}, sink {constants.sink}, anchor {constants.anchor}, "
+        f"pruner {constants.pruner} ({quality})"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run(RuntimeConfig.from_env(), sys.argv[1:])
