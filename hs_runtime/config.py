@@ -16,6 +16,7 @@ from hs_runtime.policies.policy import DENSE, PolicyError, ServerConstants, Spar
 
 CONFIG_VARIABLE: Final = "HS_RUNTIME_CONFIG"
 CACHE_VARIABLE: Final = "HS_CACHE_DIR"
+API_KEY_VARIABLE: Final = "HS_API_KEY"
 PLUGIN_FILTER_VARIABLE: Final = "SGLANG_PLUGINS"  # SGLang's: which plugins it may load
 BACKEND_NAME: Final = "hierasparse"
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
@@ -37,6 +38,23 @@ def plugin_filter() -> frozenset[str] | None:
     """The only plugins that SGLang may load, None when it may load all that are installed."""
     names = os.environ.get(PLUGIN_FILTER_VARIABLE, "").split(",")
     return frozenset(name.strip() for name in names if name.strip()) or None
+
+
+def read_api_key(file: str) -> bytes | None:
+    """The key that clients must send: the text of `file`, else $HS_API_KEY, else None.
+
+    Never part of RuntimeConfig, which is printed and handed to other processes. Raises ConfigError
+    when the file cannot be read or the key is empty.
+    """
+    if not file:
+        return os.environ.get(API_KEY_VARIABLE, "").strip().encode("utf-8") or None
+    try:
+        key = Path(file).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"api_key_file: cannot read {file}: {error.strerror}") from error
+    if not key:
+        raise ConfigError(f"api_key_file: {file} is empty")
+    return key
 
 
 def set_process_environment(settings: dict[str, str]) -> None:
