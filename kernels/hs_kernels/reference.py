@@ -152,9 +152,9 @@ def pack_blocks(
     if bool((pair < 0).any()):
         raise ValueError("a group of four keeps more than two positions")
 
-    nonzeros = stored.gather(-1, pair).reshape(n, -1)[:, tables.nonzero_order]
-    nibbles = (pair[..., 0] | pair[..., 1] << 2).to(torch.uint8).reshape(n, -1)
-    halves = nibbles[:, tables.nibble_order].view(n, -1, 2)
+    nonzeros = stored.gather(-1, pair).reshape(n, fmt.elements // 2)[:, tables.nonzero_order]
+    nibbles = (pair[..., 0] | pair[..., 1] << 2).to(torch.uint8).reshape(n, fmt.elements // GROUP)
+    halves = nibbles[:, tables.nibble_order].view(n, fmt.metadata_bytes, 2)
     metadata = halves[..., 0] | halves[..., 1] << 4
     return torch.cat([metadata, nonzeros.contiguous().view(torch.uint8)], dim=1)
 
@@ -168,11 +168,13 @@ def unpack_blocks(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     metadata = raw[:, : fmt.metadata_bytes]
     nonzeros = raw[:, fmt.metadata_bytes :].contiguous().view(fmt.torch_dtype)
 
-    nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).reshape(n, -1)
+    nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)
     nibbles = nibbles[:, tables.nibble_place].to(torch.int64)
     pair = torch.stack([nibbles & 3, nibbles >> 2], dim=-1)
     dense = torch.zeros((n, rows * depth // GROUP, GROUP), dtype=fmt.torch_dtype, device=raw.device)
-    dense.scatter_(-1, pair, nonzeros[:, tables.nonzero_place].view(n, -1, KEPT))
+    dense.scatter_(
+        -1, pair, nonzeros[:, tables.nonzero_place].view(dense.shape[0], dense.shape[1], KEPT)
+    )
     dense = dense.view(n, rows, depth)
     return dense if side == Side.K else dense.transpose(1, 2)
 
@@ -391,7 +393,7 @@ def prefill_attention(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Join partials outs [S, ..., D] f32 and lses [S, ...]; a partial of lse -inf counts nothing."""
+    """Join partials outs [S, ..., D] and lses [S, ...] in fp32; one of lse -inf counts nothing."""
     top = lses.amax(dim=0)
     finite_top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = torch.exp(lses - finite_top)
