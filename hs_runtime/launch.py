@@ -92,11 +92,11 @@ def plan_launch(
         "--enable-cache-report": None,
         "--log-level": "warning",
     }
-    if on_gpu:
+    if on_gpu and passed_value(passed, "--mem-fraction-static") is None:
         ranks = _whole(passed, 1, "--tp-size", "--tp", "--tensor-parallel-size")
         reserve = reserve_bytes(model_config, chunk, ranks)
         defaults["--mem-fraction-static"] = f"{memory_fraction(device, reserve, chunk):.3f}"
-    else:
+    if not on_gpu:
         # float32 is what the reference operators compute in; SGLang would choose bfloat16.
         defaults["--dtype"] = "float32"
         defaults["--disable-decode-cuda-graph"] = None
