@@ -6,6 +6,7 @@ Pruners need torch and live in `hs_runtime.policies.pruner`; this front door doe
 from hs_runtime.policies.policy import (
     CUSTOM_PARAM,
     DENSE,
+    PHASES,
     POLICIES,
     PRESETS,
     PolicyError,
@@ -24,6 +25,7 @@ from hs_runtime.policies.policy import (
 __all__ = [
     "CUSTOM_PARAM",
     "DENSE",
+    "PHASES",
     "POLICIES",
     "PRESETS",
     "PolicyError",

@@ -391,7 +391,7 @@ def _validated(schema: type[T], document: dict[str, Any]) -> tuple[T, dict[str, 
     try:
         fields = schema.model_validate(given)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise malformed_fields(error) from None
     return fields, fields.model_dump(exclude_unset=True, exclude_none=True)
 
 
@@ -408,7 +408,7 @@ def _refuse(given: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in REFUSED}
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def malformed_fields(error: ValidationError) -> ApiError:
     """The first thing that is wrong, by the field's name as the client knows it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"]]
