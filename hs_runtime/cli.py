@@ -18,6 +18,7 @@ from hs_runtime.config import (
     PLUGIN_NAME,
     ConfigError,
     RuntimeConfig,
+    read_api_key,
     set_process_environment,
 )
 from hs_runtime.demo_model import MODEL_NAME as DEMO_MODEL_NAME
@@ -93,11 +94,14 @@ def serve(
         str, typer.Option(help="Size of the KV cache, e.g. 40GiB. Default: what memory allows.")
     ] = "",
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the keys that clients must send, one a line.")
+        Path | None, typer.Option(help="File with the key that clients must send.")
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call; repeatable.")
     ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(help="How long a stopping server waits for its requests.")
+    ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started, as JSON, and stop.")
     ] = False,
@@ -119,10 +123,12 @@ def serve(
             served_model_name=served_model_name,
             host=host,
             port=port,
-            api_key_file=_existing(api_key_file, "api_key_file") if api_key_file else "",
+            api_key_file=str(api_key_file.resolve()) if api_key_file else "",
             cors_origins=tuple(cors_origin or ()),
+            drain_seconds=drain_seconds,
             kv_cache_bytes=_size_bytes(kv_cache) if kv_cache else 0,
         )
+        read_api_key(config.api_key_file)  # a missing key is found before the model loads
         config, plan = _resolve(config, device, context.args, fetch=not dry_run)
     except (ConfigError, PolicyError, DemoModelError) as error:
         typer.secho(f"hs-runtime serve: {error}", fg="red", err=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from hs_runtime.config import ConfigError, RuntimeConfig
 _BACKLOG = 2048
 _HEADER_BYTES = 64 << 10  # of one request, all lines together; h11 answers 431 beyond
 _KEEP_ALIVE_SECONDS = 30
+_CLOSING_SECONDS = 5  # for connections that are still open when the drain is over
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -44,32 +46,32 @@ def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
     except ConfigError as error:
         raise SystemExit(f"hs-runtime serve: {error}") from None
     with bound:
+        address, port = bound.getsockname()[:2]
+        config = replace(config, port=port)
         _say(f"loading {config.model_path}")
         # Here and not above: importing SGLang takes ten seconds, and spawned processes, which
         # import this module again, must import the package's own start-up code before it.
-        from hs_server.app import create_app
+        from hs_server.app import Server, create_app
         from hs_server.engine import SGLangEngine
 
         engine = SGLangEngine(config, list(sglang_arguments))
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(engine, config),
-                host=config.host,
-                port=config.port,
-                backlog=_BACKLOG,
-                h11_max_incomplete_event_size=_HEADER_BYTES,
-                http="h11",
-                ws="none",
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=round(config.drain_seconds),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-            )
+        app = create_app(engine, config)
+        settings = uvicorn.Config(
+            app,
+            host=config.host,
+            port=port,
+            backlog=_BACKLOG,
+            http="h11",
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
         )
-        address, port = bound.getsockname()[:2]
         _say(banner(config, f"http://{f'[{address}]' if ':' in address else address}:{port}"))
-        server.run(sockets=[bound])
+        Server(settings, app.state.gate, config.drain_seconds).run(sockets=[bound])
 
 
 def banner(config: RuntimeConfig, url: str) -> str:

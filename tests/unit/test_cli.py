@@ -125,7 +125,7 @@ def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(tmp_p
         (["--port", "70000"], "0 to 65535"),
         (["--model", "./no-such-folder"], "no folder"),
         (["--calibration", "./no-such-file"], "no file"),
-        (["--api-key-file", "./no-such-file"], "no file"),
+        (["--api-key-file", "./no-such-file"], "cannot read"),
         (["--kv-cache", "much"], "GiB"),
         (["--kv-cache", "0GiB"], "GiB"),
         (["--kv-cache", "infGiB"], "GiB"),
