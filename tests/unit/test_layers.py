@@ -51,6 +51,30 @@ MAY_IMPORT = {
         "hs_kernels",
         *FREE,
     ),
+    "hs_runtime.batching": (
+        "hs_runtime.attention.plan",
+        "hs_runtime.compression",
+        "hs_runtime.scheduler",
+        *FREE,
+    ),
+    # SGLang's shapes of these things stand above what decides: they hand requests over to it.
+    "hs_runtime.pool.radix_cache": (
+        "hs_runtime.compression",
+        "hs_runtime.policies",
+        "hs_runtime.pool",
+        "hs_runtime.scheduler",
+        *FREE,
+    ),
+    "hs_runtime.scheduler.request_slots": (
+        "hs_runtime.compression",
+        "hs_runtime.policies",
+        *FREE,
+    ),
+    "hs_runtime.scheduler.prefill_adder": (
+        "hs_runtime.compression",
+        "hs_runtime.scheduler",
+        *FREE,
+    ),
     "hs_runtime.demo_model": FREE,
     "hs_runtime.launch": ("hs_runtime.device", *FREE),
     "hs_runtime.sglang_seam": WIRING,
@@ -158,6 +182,18 @@ def test_foreign_packages_stay_where_they_belong(module: str) -> None:
         and not any(is_part(module, owner) for owner in owners)
     ]
     assert not wrong, f"{module} imports {wrong}"
+
+
+def test_what_decides_does_not_know_sglang() -> None:
+    """In the product, only modules that import SGLang import modules that do."""
+    wrong = [
+        (module, imported)
+        for module in MODULES
+        if is_part(module, "hs_runtime") and module not in IMPORT_SGLANG
+        for imported, _, _ in imports(module)
+        if imported in IMPORT_SGLANG
+    ]
+    assert not wrong
 
 
 def test_upward_imports_are_inside_functions() -> None:
