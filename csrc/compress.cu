@@ -1,0 +1,414 @@
+// Stores blocks in the arena: pruned to 2:4 and packed, or dense, as each block's ref says. Also
+// the loss of pruning, and the ranking of blocks by it.
+//
+// Bound: bytes. A block of D = 128 is read once (16,384 B) and written once (9,216 B). A group of
+// four never leaves a thread's registers: for K it is 8 B of a row; for V a thread reads
+// four rows of 16 B, which are eight groups. What is kept goes through shared memory once, from
+// natural order to the order of MMA fragments, and leaves as 512-byte stores.
+// Losses are summed in fp64, so that they do not depend on the order of summation.
+
+#include <type_traits>
+
+#include "hs/block.cuh"
+#include "hs/launch.h"
+#include "hs/two_four.cuh"
+
+namespace hs {
+namespace {
+
+enum Rule : int { kMagnitude = 0, kWeighted = 1, kGiven = 2 };
+
+struct StoreParams {
+  const void* blocks;      // [N, H, 64, D] with element strides; D is contiguous
+  std::int64_t block_stride, head_stride, token_stride;
+  const std::uint8_t* keep;  // kGiven: bool [N, H, 64, D], contiguous
+  const float* weights;    // kWeighted: [H, D], of |x|
+  std::uint8_t* arena;     // may be null: losses only
+  const int* refs;         // [N, H] times `ref_sign`: > 0 dense, < 0 sparse, 0 leaves the block out
+  int ref_sign;
+  void* means;             // V only, may be null: [sparse slots, H, D], subtracted before pruning
+  float* losses;           // may be null: [N, H]
+  int blocks_count, heads;
+};
+
+constexpr int kStoreThreads = 128;
+
+template <int D, Side S>
+struct Stage {
+  using Op = Operand<D, S>;
+  static constexpr int kThreads = D / 2;  // of one block
+  static constexpr int kBlocks = kStoreThreads / kThreads;
+  static constexpr int kGroups = Op::kDepth / kGroup;  // of a row
+  // Rows are 4 words apart beyond their length, and eight rows another 4, so that neither the
+  // writes by group nor the reads by fragment meet in a bank.
+  static constexpr int kStride = kGroups + 4;
+  static constexpr int kWords = Op::kRows * kStride + Op::kRows / 8 * 4;
+  std::uint32_t pairs[kWords];
+  std::uint16_t nibbles[Op::kRows][kGroups / 4];
+  double loss[kThreads / 32];
+  float sums[S == Side::V ? 4 : 1][S == Side::V ? D : 1];
+
+  static __device__ int place(int row, int group) {
+    return row * kStride + row / 8 * 4 + group;
+  }
+};
+
+template <typename T, Rule kRule>
+struct Pruner {
+  double loss = 0;
+
+  // `scale` [4]: weights of the elements. `given`: their mask.
+  __device__ Kept prune(Group g, const float (&scale)[4], std::uint32_t given, bool want_loss) {
+    std::uint32_t score[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      score[i] = element(g, i) & 0x7fffu;
+      if constexpr (kRule == kWeighted)
+        score[i] = __float_as_uint(to_float<T>(score[i]) * scale[i]);
+    }
+    const Kept kept = kRule == kGiven ? keep_given(g, given) : keep_two(g, score);
+    if (want_loss) {
+      if constexpr (kRule == kGiven) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!(kept.mask >> i & 1u)) loss += static_cast<double>(to_float<T>(score[i]));
+      } else {
+        const bool k0 = kept.mask & 1u, k1 = kept.mask & 2u, k2 = kept.mask & 4u,
+                   k3 = kept.mask & 8u;
+        const std::uint32_t x = k0 ? (k1 ? score[2] : score[1]) : score[0];
+        const std::uint32_t y = k3 ? (k2 ? score[1] : score[2]) : score[3];
+        loss += static_cast<double>(value_of(x)) + static_cast<double>(value_of(y));
+      }
+    }
+    return kept;
+  }
+
+  static __device__ float value_of(std::uint32_t score) {
+    return kRule == kWeighted ? __uint_as_float(score) : to_float<T>(score);
+  }
+};
+
+__device__ __forceinline__ uint4 load_16(const void* p) {
+  return __ldg(static_cast<const uint4*>(p));
+}
+
+__device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t subtract_pair(std::uint32_t x, std::uint32_t y) {
+  const float low = to_float<T>(x & 0xffffu) - to_float<T>(y & 0xffffu);
+  const float high = to_float<T>(x >> 16) - to_float<T>(y >> 16);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const std::uint32_t&>(r);
+  } else {
+    const __half2 r = __floats2half2_rn(low, high);
+    return reinterpret_cast<const std::uint32_t&>(r);
+  }
+}
+
+// K: thread t takes 16 consecutive channels of a token, eight times.
+template <int D, typename T, Rule kRule>
+__device__ void prune_keys(const StoreParams& p, Stage<D, Side::K>& stage, const T* block,
+                           const std::uint8_t* keep, const float* weights, int t, bool want_loss,
+                           Pruner<T, kRule>& pruner) {
+  constexpr int kPieces = D / 16, kTasks = kBlockSize * kPieces / Stage<D, Side::K>::kThreads;
+  uint4 x[kTasks][2];
+#pragma unroll
+  for (int i = 0; i < kTasks; ++i) {
+    const int task = i * Stage<D, Side::K>::kThreads + t;
+    const T* row = block + task / kPieces * p.token_stride + task % kPieces * 16;
+    x[i][0] = load_16(row), x[i][1] = load_16(row + 8);
+  }
+#pragma unroll
+  for (int i = 0; i < kTasks; ++i) {
+    const int task = i * Stage<D, Side::K>::kThreads + t;
+    const int token = task / kPieces, piece = task % kPieces;
+    std::uint32_t pair[4], nibbles = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4& v = x[i][j / 2];
+      const Group g = {word_of(v, j % 2 * 2), word_of(v, j % 2 * 2 + 1)};
+      float scale[4] = {1.f, 1.f, 1.f, 1.f};
+      if constexpr (kRule == kWeighted) {
+        const float4 w = __ldg(reinterpret_cast<const float4*>(weights + piece * 16 + j * 4));
+        scale[0] = w.x, scale[1] = w.y, scale[2] = w.z, scale[3] = w.w;
+      }
+      std::uint32_t given = 0;
+      if constexpr (kRule == kGiven) {
+        const std::uint32_t flags = __ldg(
+            reinterpret_cast<const std::uint32_t*>(keep + token * D + piece * 16 + j * 4));
+        given = (flags & 1u) | (flags >> 7 & 2u) | (flags >> 14 & 4u) | (flags >> 21 & 8u);
+      }
+      const Kept kept = pruner.prune(g, scale, given, want_loss);
+      pair[j] = kept.pair;
+      nibbles |= kept.nibble << (4 * j);
+    }
+    *reinterpret_cast<uint4*>(&stage.pairs[stage.place(token, 4 * piece)]) =
+        make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    stage.nibbles[token][piece] = static_cast<std::uint16_t>(nibbles);
+  }
+}
+
+// V: thread t takes 16 consecutive tokens of eight channels.
+template <int D, typename T, Rule kRule>
+__device__ void prune_values(const StoreParams& p, Stage<D, Side::V>& stage, const T* block,
+                             const std::uint8_t* keep, const float* weights, T* means, int t,
+                             bool want_loss, Pruner<T, kRule>& pruner) {
+  const int chunk = t % (D / 8), quarter = t / (D / 8);
+  uint4 x[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    x[i] = load_16(block + (16 * quarter + i) * p.token_stride + 8 * chunk);
+
+  if (p.means != nullptr) {  // the same for the whole launch
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        sum += to_float<T>(word_of(x[i], c / 2) >> (16 * (c % 2)) & 0xffffu);
+      stage.sums[quarter][8 * chunk + c] = sum;
+    }
+    __syncthreads();
+    std::uint32_t mean[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float m[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int channel = 8 * chunk + 2 * c + h;
+        m[h] = ((stage.sums[0][channel] + stage.sums[1][channel]) +
+                (stage.sums[2][channel] + stage.sums[3][channel])) /
+               kBlockSize;
+      }
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        const __nv_bfloat162 r = __floats2bfloat162_rn(m[0], m[1]);
+        mean[c] = reinterpret_cast<const std::uint32_t&>(r);
+      } else {
+        const __half2 r = __floats2half2_rn(m[0], m[1]);
+        mean[c] = reinterpret_cast<const std::uint32_t&>(r);
+      }
+    }
+    if (quarter == 0 && means != nullptr)
+      *reinterpret_cast<uint4*>(means + 8 * chunk) = make_uint4(mean[0], mean[1], mean[2], mean[3]);
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      x[i] = make_uint4(subtract_pair<T>(x[i].x, mean[0]), subtract_pair<T>(x[i].y, mean[1]),
+                        subtract_pair<T>(x[i].z, mean[2]), subtract_pair<T>(x[i].w, mean[3]));
+  }
+
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    const int channel = 8 * chunk + c;
+    std::uint32_t pair[4], nibbles = 0;
+    float scale[4] = {1.f, 1.f, 1.f, 1.f};
+    if constexpr (kRule == kWeighted)
+      scale[0] = scale[1] = scale[2] = scale[3] = __ldg(weights + channel);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::uint32_t select = c % 2 ? 0x7632 : 0x5410;
+      const Group g = {
+          __byte_perm(word_of(x[4 * j], c / 2), word_of(x[4 * j + 1], c / 2), select),
+          __byte_perm(word_of(x[4 * j + 2], c / 2), word_of(x[4 * j + 3], c / 2), select)};
+      std::uint32_t given = 0;
+      if constexpr (kRule == kGiven)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          given |= std::uint32_t{__ldg(keep + (16 * quarter + 4 * j + i) * D + channel)} << i;
+      const Kept kept = pruner.prune(g, scale, given, want_loss);
+      pair[j] = kept.pair;
+      nibbles |= kept.nibble << (4 * j);
+    }
+    *reinterpret_cast<uint4*>(&stage.pairs[stage.place(channel, 4 * quarter)]) =
+        make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    stage.nibbles[channel][quarter] = static_cast<std::uint16_t>(nibbles);
+  }
+}
+
+// Writes the staged block in fragment order: metadata, then nonzeros.
+template <int D, Side S>
+__device__ void write_sparse(const Stage<D, S>& stage, std::uint8_t* block, int t) {
+  using Op = Operand<D, S>;
+  const int lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
+  constexpr int kWarps = Stage<D, S>::kThreads / 32;
+  for (int v = warp; v < Op::kLaneWords; v += kWarps) {
+    std::uint32_t word[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      // The inverse of Operand::word: which strip and pair of steps word 4 v + c belongs to.
+      const int lin = 4 * v + c, rest = lin % Op::kLaneWords;
+      const int strip = lin / Op::kLaneWords + 4 * (rest / (Op::kSteps / 2));
+      const int steps = rest % (Op::kSteps / 2);
+      const int row = strip * kStrip + g;
+      word[c] = stage.nibbles[row][4 * steps + q] |
+                std::uint32_t{stage.nibbles[row + 8][4 * steps + q]} << 16;
+    }
+    *reinterpret_cast<uint4*>(block + (v * 32 + lane) * 16) =
+        make_uint4(word[0], word[1], word[2], word[3]);
+  }
+  std::uint8_t* nonzeros = block + Block16<D>::kMetadataBytes;
+#pragma unroll 4
+  for (int f = warp; f < Op::kStrips * Op::kSteps; f += kWarps) {
+    const int row = f / Op::kSteps * kStrip + g, group = f % Op::kSteps * 8 + q;
+    *reinterpret_cast<uint4*>(nonzeros + (f * 32 + lane) * 16) = make_uint4(
+        stage.pairs[stage.place(row, group)], stage.pairs[stage.place(row + 8, group)],
+        stage.pairs[stage.place(row, group + 4)], stage.pairs[stage.place(row + 8, group + 4)]);
+  }
+}
+
+template <int D, Side S, typename T, Rule kRule>
+__global__ void __launch_bounds__(kStoreThreads) store_kernel(const StoreParams p) {
+  using St = Stage<D, S>;
+  __shared__ __align__(16) St stages[St::kBlocks];
+  St& stage = stages[threadIdx.x / St::kThreads];
+  const int t = threadIdx.x % St::kThreads;
+  const std::int64_t index =
+      static_cast<std::int64_t>(blockIdx.x) * St::kBlocks + threadIdx.x / St::kThreads;
+  const bool exists = index < static_cast<std::int64_t>(p.blocks_count) * p.heads;
+  const int n = exists ? static_cast<int>(index / p.heads) : 0;
+  const int head = exists ? static_cast<int>(index % p.heads) : 0;
+  const int ref = exists && p.refs != nullptr ? p.ref_sign * p.refs[index] : 0;
+  const bool want_loss = exists && p.losses != nullptr;
+  const T* block = static_cast<const T*>(p.blocks) + n * p.block_stride + head * p.head_stride;
+
+  if (exists && ref > 0) {
+    uint4* to = reinterpret_cast<uint4*>(dense_block<D>(p.arena, ref, p.heads, head));
+    for (int i = t; i < kBlockSize * D / 8; i += St::kThreads)
+      to[i] = load_16(block + i / (D / 8) * p.token_stride + i % (D / 8) * 8);
+  }
+  // Every thread of the CTA walks through the barriers; blocks without work compute on block 0.
+  Pruner<T, kRule> pruner;
+  const bool work = ref < 0 || want_loss;
+  if (!__syncthreads_or(work)) return;
+  const std::uint8_t* keep =
+      kRule == kGiven ? p.keep + (exists ? index : 0) * (kBlockSize * D) : nullptr;
+  const float* weights = kRule == kWeighted ? p.weights + head * D : nullptr;
+  if constexpr (S == Side::K) {
+    prune_keys<D, T, kRule>(p, stage, block, keep, weights, t, want_loss, pruner);
+  } else {
+    T* means = ref < 0 && p.means != nullptr
+                   ? static_cast<T*>(p.means) +
+                         (static_cast<std::int64_t>(-ref) * p.heads + head) * D
+                   : nullptr;
+    prune_values<D, T, kRule>(p, stage, block, keep, weights, means, t, want_loss, pruner);
+  }
+  if (want_loss) {
+    double loss = pruner.loss;
+    for (int step = 16; step > 0; step /= 2) loss += __shfl_down_sync(~0u, loss, step);
+    if (t % 32 == 0) stage.loss[t / 32] = loss;
+  }
+  __syncthreads();
+  if (want_loss && t == 0) {
+    double loss = 0;
+    for (int w = 0; w < St::kThreads / 32; ++w) loss += stage.loss[w];
+    p.losses[index] = static_cast<float>(loss);
+  }
+  if (ref < 0) write_sparse<D, S>(stage, sparse_block<D>(p.arena, -ref, p.heads, head), t);
+}
+
+template <int D, Side S, typename T, Rule kRule>
+cudaError_t launch_store(const StoreParams& p, cudaStream_t stream) {
+  constexpr int kBlocks = Stage<D, S>::kBlocks;
+  const std::int64_t count = static_cast<std::int64_t>(p.blocks_count) * p.heads;
+  const int grid = static_cast<int>((count + kBlocks - 1) / kBlocks);
+  store_kernel<D, S, T, kRule><<<grid, kStoreThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+#if defined(HS_SMOKE)
+constexpr bool kSmoke = true;
+#else
+constexpr bool kSmoke = false;
+#endif
+
+template <int D, Side S, typename T>
+cudaError_t launch_rule(int rule, const StoreParams& p, cudaStream_t stream) {
+  if (rule == kMagnitude) return launch_store<D, S, T, kMagnitude>(p, stream);
+  if constexpr (!kSmoke) {
+    if (rule == kWeighted) return launch_store<D, S, T, kWeighted>(p, stream);
+    if (rule == kGiven) return launch_store<D, S, T, kGiven>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <int D>
+cudaError_t launch_block(int dtype, int side, int rule, const StoreParams& p,
+                         cudaStream_t stream) {
+  using B = __nv_bfloat16;
+  if (dtype == kBFloat16)
+    return side == static_cast<int>(Side::K) ? launch_rule<D, Side::K, B>(rule, p, stream)
+                                             : launch_rule<D, Side::V, B>(rule, p, stream);
+  if constexpr (!kSmoke)
+    if (dtype == kFloat16)
+      return side == static_cast<int>(Side::K) ? launch_rule<D, Side::K, __half>(rule, p, stream)
+                                               : launch_rule<D, Side::V, __half>(rule, p, stream);
+  return cudaErrorInvalidValue;
+}
+
+// rank[i] = number of blocks with a lower loss, or the same loss and a lower index.
+__global__ void rank_kernel(const float* losses, int* ranks, int candidates) {
+  extern __shared__ std::uint32_t keys[];
+  const float* row = losses + static_cast<std::int64_t>(blockIdx.x) * candidates;
+  for (int i = threadIdx.x; i < candidates; i += blockDim.x)
+    keys[i] = __float_as_uint(row[i]) & 0x7fffffffu;  // losses are not negative; NaN comes last
+  __syncthreads();
+  for (int i = threadIdx.x; i < candidates; i += blockDim.x) {
+    const std::uint32_t own = keys[i];
+    int rank = 0;
+    for (int j = 0; j < candidates; ++j) rank += keys[j] < own || (keys[j] == own && j < i);
+    ranks[static_cast<std::int64_t>(blockIdx.x) * candidates + i] = rank;
+  }
+}
+
+}  // namespace
+}  // namespace hs
+
+// Strides in elements. Exactly one of the rules: 0 magnitude, 1 weighted, 2 given mask.
+HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const void* blocks,
+                              long long block_stride, long long head_stride,
+                              long long token_stride, const void* keep, const float* weights,
+                              void* arena, const int* refs, int ref_sign, void* means,
+                              float* losses, int blocks_count, int heads, void* stream) {
+  using namespace hs;
+  if (blocks_count == 0) return cudaSuccess;
+  const StoreParams p = {blocks,
+                         block_stride,
+                         head_stride,
+                         token_stride,
+                         static_cast<const std::uint8_t*>(keep),
+                         weights,
+                         static_cast<std::uint8_t*>(arena),
+                         refs,
+                         ref_sign,
+                         means,
+                         losses,
+                         blocks_count,
+                         heads};
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  switch (head_dim) {
+    case 64:
+      if constexpr (!kSmoke) return launch_block<64>(dtype, side, rule, p, s);
+      break;
+    case 128:
+      return launch_block<128>(dtype, side, rule, p, s);
+    case 256:
+      if constexpr (!kSmoke) return launch_block<256>(dtype, side, rule, p, s);
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+// losses f32 [rows, candidates] -> ranks int32, the same shape.
+HS_EXPORT int hs_rank_blocks(const float* losses, int* ranks, int rows, int candidates,
+                             void* stream) {
+  using namespace hs;
+  if (rows == 0 || candidates == 0) return cudaSuccess;
+  if (candidates > 12 * 1024) return cudaErrorInvalidValue;
+  const int threads = candidates >= 1024 ? 1024 : (candidates + 31) / 32 * 32;
+  rank_kernel<<<rows, threads, candidates * 4, static_cast<cudaStream_t>(stream)>>>(losses, ranks,
+                                                                                   candidates);
+  return cudaGetLastError();
+}

@@ -1,0 +1,922 @@
+// Split-KV decode attention over mixed dense and 2:4-sparse blocks.
+//
+// Bound: bytes of the cache. A block of D = 128 is 16,384 B dense and 9,216 B sparse, and the
+// arithmetic on it is a few hundred MMA instructions, so everything here serves one aim: always
+// enough bytes in flight.
+//
+// The trick: S^T = K Q^T and O^T = V^T P^T, so that K and V are the *first* operands, which may
+// be sparse, and the query heads of one kv head are the (padded) columns. One CTA for each SM; each
+// warp owns whole 64-token blocks, its own softmax state and its own ring of shared-memory units.
+// A unit is as large as a sparse block; a dense block takes two of them, 32 tokens each. The units
+// are filled in the order of use by bulk copies (sm_90: sparse blocks as they lie, dense halves
+// through a tensor map that swizzles) or by cp.async (sm_80/86/89), and each is refilled as soon as
+// the warp has read it. Warps meet once, at the end of a (request, kv head).
+//
+// Work is cut into equal shares of bytes by `plan`, once per step, on the device: nothing
+// host-side depends on lengths, so launches may be captured. A share may begin and end inside a
+// (request, kv head); the last CTA that finishes a shared one joins the fp32 partials.
+
+#include <cudaTypedefs.h>
+
+#include "hs/block.cuh"
+#include "hs/launch.h"
+#include "hs/ptx.cuh"
+
+namespace hs {
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kHalf = kBlockSize / 2;  // tokens of a unit that holds half a dense block
+constexpr int kMinShare = 4;           // blocks of a CTA, while there is work for several
+constexpr int kDenseCost = 16;         // relative bytes of a dense and a sparse block
+constexpr int kSparseCost = 9;
+constexpr int kBookkeepingBytes = 4096;
+
+// Boundary c of the plan: where CTA c begins and CTA c - 1 ends.
+struct __align__(16) Boundary {
+  int pair;       // (request * kv heads + kv head) * column groups + column group
+  int block;      // of the pair
+  int position;   // blocks before it, over all pairs
+  int first_cta;  // the CTAs that share `pair`, if block > 0
+  int last_cta;
+  int padding[3];
+};
+static_assert(sizeof(Boundary) == 32);
+
+__host__ __device__ constexpr int blocks_of(int length) {
+  return (length + kBlockSize - 1) / kBlockSize;
+}
+
+// --- the plan ------------------------------------------------------------------------------------
+
+struct PlanParams {
+  const int* refs;        // [2, P, Hkv] of one layer: counts are the same in all layers and heads
+  const int* page_table;  // [R, table_stride]
+  const int* seq_lens;    // [R]
+  int* costs;             // [R]
+  Boundary* boundaries;   // [ctas + 1]
+  int rows, pages, heads, pairs_per_row, table_stride, ctas;
+};
+
+__global__ void plan_costs(PlanParams p) {
+  const int row = blockIdx.x;
+  const int blocks = blocks_of(p.seq_lens[row]);
+  int cost = 0;
+  for (int i = threadIdx.x; i < blocks; i += blockDim.x) {
+    const std::int64_t page = p.page_table[static_cast<std::int64_t>(row) * p.table_stride + i];
+    const int k = p.refs[page * p.heads], v = p.refs[(page + p.pages) * p.heads];
+    cost += (is_dense(k) ? kDenseCost : kSparseCost) + (is_dense(v) ? kDenseCost : kSparseCost);
+  }
+  __shared__ int total;
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  cost = __reduce_add_sync(~0u, cost);
+  if (threadIdx.x % 32 == 0) atomicAdd(&total, cost);  // of integers: the order does not matter
+  __syncthreads();
+  if (threadIdx.x == 0) p.costs[row] = total;
+}
+
+constexpr int kPlanThreads = 1024;
+
+// One CTA. `prefix` [rows + 1] holds the cost, `position` [rows + 1] the blocks before a row.
+__global__ void plan_boundaries(PlanParams p) {
+  extern __shared__ std::int64_t prefix[];
+  int* position = reinterpret_cast<int*>(prefix + p.rows + 1);
+  int* pair = position + p.rows + 1;
+  int* block = pair + p.ctas + 1;
+  __shared__ std::int64_t warp_cost[32];
+  __shared__ int warp_blocks[32];
+
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+  std::int64_t carried_cost = 0;
+  int carried_blocks = 0;
+  for (int base = 0; base < p.rows; base += kPlanThreads) {
+    const int row = base + t;
+    std::int64_t cost = row < p.rows ? std::int64_t{p.costs[row]} * p.pairs_per_row : 0;
+    int blocks = row < p.rows ? blocks_of(p.seq_lens[row]) * p.pairs_per_row : 0;
+    for (int step = 1; step < 32; step *= 2) {
+      const std::int64_t c = __shfl_up_sync(~0u, cost, step);
+      const int b = __shfl_up_sync(~0u, blocks, step);
+      if (lane >= step) cost += c, blocks += b;
+    }
+    if (lane == 31) warp_cost[warp] = cost, warp_blocks[warp] = blocks;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) cost += warp_cost[w], blocks += warp_blocks[w];
+    if (row < p.rows) {
+      prefix[row + 1] = carried_cost + cost;
+      position[row + 1] = carried_blocks + blocks;
+    }
+    for (int w = 0; w < 32; ++w) carried_cost += warp_cost[w], carried_blocks += warp_blocks[w];
+    __syncthreads();
+  }
+  if (t == 0) prefix[0] = 0, position[0] = 0;
+  __syncthreads();
+
+  const std::int64_t total = carried_cost;
+  const int shares = min(p.ctas, max(1, carried_blocks / kMinShare));
+  for (int c = t; c <= p.ctas; c += kPlanThreads) {
+    Boundary b = {p.rows * p.pairs_per_row, 0, carried_blocks, 0, 0, {0, 0, 0}};
+    if (c < shares && total > 0) {
+      const std::int64_t target = total * c / shares;
+      int low = 0, high = p.rows;  // prefix[low] <= target < prefix[high]
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (prefix[middle] <= target) low = middle; else high = middle;
+      }
+      const std::int64_t cost = p.costs[low], rest = target - prefix[low];
+      const int blocks = blocks_of(p.seq_lens[low]);
+      const int of_row = static_cast<int>(rest / cost);
+      b.pair = low * p.pairs_per_row + of_row;
+      b.block = static_cast<int>(rest % cost * blocks / cost);
+      b.position = position[low] + of_row * blocks + b.block;
+    }
+    pair[c] = b.pair, block[c] = b.block;
+    p.boundaries[c] = b;
+  }
+  __syncthreads();
+  for (int c = t; c < p.ctas; c += kPlanThreads) {
+    if (block[c] == 0) continue;
+    int first = c - 1, last = c;
+    while (pair[first] == pair[c] && block[first] > 0) --first;
+    while (pair[last + 1] == pair[c]) ++last;
+    p.boundaries[c].first_cta = first;
+    p.boundaries[c].last_cta = last;
+  }
+}
+
+// --- attention ----------------------------------------------------------------------------------
+
+struct DecodeParams {
+  const void* q;                 // [R, Hq, D]
+  const std::uint8_t* arena;
+  const int* refs;               // [2, P, Hkv]
+  const int* page_table;         // [R, table_stride]
+  const int* seq_lens;           // [R]
+  const Boundary* boundaries;    // [gridDim.x + 1]
+  float* partials;               // [2 * gridDim.x, N, D], not normalised
+  float2* states;                // [2 * gridDim.x, N]: maximum (log 2) and sum
+  int* arrivals;                 // [gridDim.x], zero between launches
+  void* out;                     // [R, Hq, D]
+  float* lse;                    // [R, Hq]
+  int rows, pages, heads, group, column_groups, table_stride;
+  float scale_log2;
+};
+
+// Warps of a CTA and units of a warp. `kBulk` leaves room for one CTA per SM with nearly all of
+// its shared memory; the Ampere path stays below the 99 KiB of sm_86 and sm_89.
+template <int D, bool kBulk>
+struct Ring {
+  static constexpr int kUnitBytes = (Block16<D>::kSparseBytes + 1023) / 1024 * 1024;
+#if defined(HS_DECODE_WARPS)
+  static constexpr int kWarps = HS_DECODE_WARPS;
+  static constexpr int kUnits = HS_DECODE_UNITS;
+#else
+  static constexpr int kWarps = !kBulk ? (D == 256 ? 2 : 4) : D == 256 ? 4 : 6;
+  static constexpr int kUnits = !kBulk ? (D == 64 ? 4 : 2) : D == 256 ? 3 : D == 128 ? 4 : 7;
+#endif
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kBytes = kWarps * kUnits * kUnitBytes + kBookkeepingBytes;
+};
+
+template <int D, int N, typename T, bool kBulk>
+struct DecodeKernel {
+  using R = Ring<D, kBulk>;
+  using KOperand = Operand<D, Side::K>;
+  using VOperand = Operand<D, Side::V>;
+  using Format = Block16<D>;
+  static constexpr int kWarps = R::kWarps, kUnits = R::kUnits;
+  static constexpr int kTiles = N / 8;           // column tiles of an MMA
+  static constexpr int kKSteps = D / 32;         // sparse k-steps of K; V has two
+  static constexpr int kVStrips = D / 16;        // strips of V^T; K has four
+  static constexpr int kWords = D / 64;          // 16-byte metadata vectors of a lane
+  static constexpr int kColumnStride = D + 4;    // floats; +4 keeps the columns of a quad apart
+  // Columns whose merge buffer fits into one unit.
+  static constexpr int kMergeColumns =
+      N * kColumnStride * 4 <= R::kUnitBytes ? N : R::kUnitBytes / (kColumnStride * 4) / 8 * 8;
+  static constexpr int kMergePasses = (N + kMergeColumns - 1) / kMergeColumns;
+
+  struct Bookkeeping {
+    std::uint64_t barriers[kWarps][kUnits];
+    float maximum[kWarps][N];
+    float sum[kWarps][N];
+    int buffer[kWarps];  // unit that holds the warp's O^T, or -1
+    int is_last;
+  };
+  static_assert(sizeof(Bookkeeping) <= kBookkeepingBytes);
+
+  const DecodeParams& p;
+  const void* dense_map;
+  const int lane, warp;
+  const std::uint32_t units;  // shared-memory address of this warp's ring
+  Bookkeeping& book;
+  std::uint64_t policy;
+
+  // The CTA's share.
+  int first_pair, first_block, share;
+
+  // Filling: item i of this warp is block warp + kWarps * i of the share.
+  int items, filling = 0, part = 0;  // part: 2 * side + half
+  std::uint32_t dense_k = 0, dense_v = 0;  // bit i % 32: kind of item i
+  int ref_k, ref_v, next_ref_k, next_ref_v, next_page, head_now, head_next, head_last;
+  int cursor_pair, cursor_block;  // of the page loaded last
+  int fill_unit = 0;
+
+  // Using.
+  int unit = 0;
+  std::uint32_t parity = 0;
+
+  __device__ DecodeKernel(const DecodeParams& params, const void* map, unsigned char* shared)
+      : p(params),
+        dense_map(map),
+        lane(threadIdx.x % 32),
+        warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),
+        units(smem_address(shared) + warp * kUnits * R::kUnitBytes),
+        book(*reinterpret_cast<Bookkeeping*>(shared + kWarps * kUnits * R::kUnitBytes)) {}
+
+  __device__ int pairs_per_row() const { return p.heads * p.column_groups; }
+  __device__ int head_of(int pair) const {
+    return pair % pairs_per_row() / p.column_groups;
+  }
+
+  // Moves the cursor `by` blocks on, over row ends and empty rows.
+  __device__ void advance(int by) {
+    int block = cursor_block + by;
+    int row = cursor_pair / pairs_per_row(), of_row = cursor_pair % pairs_per_row();
+    while (row < p.rows) {
+      const int blocks = blocks_of(p.seq_lens[row]);
+      const int left = (pairs_per_row() - of_row) * blocks;
+      if (block < left) {
+        of_row += block / blocks;
+        block %= blocks;
+        break;
+      }
+      block -= left;
+      ++row, of_row = 0;
+    }
+    cursor_pair = row * pairs_per_row() + of_row;
+    cursor_block = block;
+  }
+
+  __device__ int page_at_cursor() const {
+    const int row = cursor_pair / pairs_per_row();
+    if (row >= p.rows) return 0;
+    return __ldg(p.page_table + static_cast<std::int64_t>(row) * p.table_stride + cursor_block);
+  }
+
+  __device__ void load_refs(int page, int head, int& k, int& v) const {
+    k = __ldg(p.refs + static_cast<std::int64_t>(page) * p.heads + head);
+    v = __ldg(p.refs + (static_cast<std::int64_t>(page) + p.pages) * p.heads + head);
+  }
+
+  // Lane l of batch b looks up item 32 b + l: pages two batches ahead, refs one.
+  __device__ void begin_lookups() {
+    cursor_pair = first_pair, cursor_block = first_block;
+    advance(warp + kWarps * lane);
+    head_now = head_of(cursor_pair);
+    load_refs(page_at_cursor(), head_now, ref_k, ref_v);
+    if (items <= 32) return;
+    advance(kWarps * 32);
+    head_next = head_of(cursor_pair);
+    load_refs(page_at_cursor(), head_next, next_ref_k, next_ref_v);
+    advance(kWarps * 32);
+    head_last = head_of(cursor_pair);
+    next_page = page_at_cursor();
+  }
+
+  __device__ void next_lookups() {
+    ref_k = next_ref_k, ref_v = next_ref_v, head_now = head_next;
+    head_next = head_last;
+    load_refs(next_page, head_next, next_ref_k, next_ref_v);
+    advance(kWarps * 32);
+    head_last = head_of(cursor_pair);
+    next_page = page_at_cursor();
+  }
+
+  // Starts the copy of the next unit in order into the unit that was used last.
+  __device__ void fill_next() {
+    if (filling < items) {
+      const int from = filling % 32;
+      const int side = part / 2;
+      const int ref = __shfl_sync(~0u, side == 0 ? ref_k : ref_v, from);
+      const int head = __shfl_sync(~0u, head_now, from);
+      const std::uint32_t to = units + fill_unit * R::kUnitBytes;
+      const bool dense = is_dense(ref);
+      if (part == 0) dense_k = (dense_k & ~(1u << from)) | (std::uint32_t{dense} << from);
+      if (part == 2) dense_v = (dense_v & ~(1u << from)) | (std::uint32_t{dense} << from);
+      const std::int64_t block = static_cast<std::int64_t>(slot_of(ref)) * p.heads + head;
+      if constexpr (kBulk) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+        if (lane == 0) {
+          const std::uint32_t barrier = smem_address(&book.barriers[warp][fill_unit]);
+          if (dense) {
+            barrier_expect(barrier, Format::kDenseBytes / 2);
+            copy_tensor_3d(to, dense_map, 0, static_cast<int>(block * kBlockSize) + part % 2 * kHalf,
+                           0, barrier, policy);
+          } else {
+            barrier_expect(barrier, Format::kSparseBytes);
+            copy_bulk(to, p.arena + block * Format::kSparseBytes, Format::kSparseBytes, barrier,
+                      policy);
+          }
+        }
+#endif
+      } else if (dense) {
+        // 16-byte chunks of a row, XORed with the row as the tensor map does: [D / 64][32][128 B].
+        const std::uint8_t* source =
+            p.arena + block * Format::kDenseBytes + part % 2 * (Format::kDenseBytes / 2);
+#pragma unroll
+        for (int i = 0; i < Format::kDenseBytes / 2 / 512; ++i) {
+          const int chunk = i * 32 + lane, row = chunk / (D / 8), column = chunk % (D / 8);
+          copy_async_16(to + column / 8 * (kHalf * 128) + row * 128 + ((column ^ row) & 7) * 16,
+                        source + chunk * 16);
+        }
+      } else {
+        const std::uint8_t* source = p.arena + block * Format::kSparseBytes;
+#pragma unroll
+        for (int i = 0; i < Format::kSparseBytes / 512; ++i)
+          copy_async_16(to + (i * 32 + lane) * 16, source + (i * 32 + lane) * 16);
+      }
+      // Next: the second half of a dense block, else V after K, else the next item.
+      if (dense && part % 2 == 0) {
+        ++part;
+      } else if (side == 0) {
+        part = 2;
+      } else {
+        part = 0;
+        if (++filling % 32 == 0 && filling < items) next_lookups();
+      }
+    }
+    if constexpr (!kBulk) commit_copies();  // an empty group keeps the count of groups right
+    fill_unit = fill_unit + 1 == kUnits ? 0 : fill_unit + 1;
+  }
+
+  __device__ std::uint32_t wait_unit() {
+    if constexpr (kBulk) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+      barrier_wait(smem_address(&book.barriers[warp][unit]), parity);
+#endif
+    } else {
+      wait_copies<kUnits - 1>();
+      __syncwarp();
+    }
+    return units + unit * R::kUnitBytes;
+  }
+
+  // After the last read of a unit. `refill` is false when the merge borrows the unit first.
+  __device__ void leave_unit(bool refill) {
+    unit = unit + 1 == kUnits ? 0 : unit + 1;
+    if (unit == 0) parity ^= 1;
+    __syncwarp();
+    if (refill) fill_next();
+  }
+
+  // Queries of one pair: B fragments, column n of tile j is query head 8 j + n of the group.
+  std::uint32_t q_fragment[kTiles][D / 8];
+  float o[kVStrips][kTiles][4];
+  float maximum[kTiles][2], sum[kTiles][2];
+
+  __device__ int columns_of(int pair) const {
+    return min(N, p.group - pair % p.column_groups * N);
+  }
+  __device__ std::int64_t first_query(int pair) const {
+    const int row = pair / pairs_per_row();
+    return (static_cast<std::int64_t>(row) * p.heads + head_of(pair)) * p.group +
+           pair % p.column_groups * N;
+  }
+
+  __device__ void begin_pair(int pair) {
+    const int columns = columns_of(pair);
+    const T* q = static_cast<const T*>(p.q) + first_query(pair) * D;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const int column = 8 * j + lane / 4;
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i)
+        q_fragment[j][i] = column < columns ? __ldg(reinterpret_cast<const unsigned*>(
+                                                  q + column * D + 8 * i + 2 * (lane % 4)))
+                                            : 0u;
+#pragma unroll
+      for (int i = 0; i < kVStrips; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) o[i][j][c] = 0.f;
+      maximum[j][0] = maximum[j][1] = -INFINITY;
+      sum[j][0] = sum[j][1] = 0.f;
+    }
+  }
+
+  // One block of 64 tokens, of which `valid` count.
+  __device__ void attend_block(int item, int valid, bool refill_last) {
+    float s[4][kTiles][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[i][j][c] = 0.f;
+
+    if (dense_k >> (item % 32) & 1) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::uint32_t tile = wait_unit();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int k = 0; k < D / 16; ++k) {
+            const int token = 16 * i + lane % 16, chunk = 2 * k + lane / 16;
+            std::uint32_t a[4];
+            load_matrix(a, tile + chunk / 8 * (kHalf * 128) + token * 128 +
+                               ((chunk ^ token) & 7) * 16);
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j)
+              Mma<T>::dense(s[2 * half + i][j], a, q_fragment[j][2 * k], q_fragment[j][2 * k + 1]);
+          }
+        leave_unit(true);
+      }
+    } else {
+      const std::uint32_t base = wait_unit();
+      std::uint32_t words[4 * kWords];
+      load_words(words, base);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int k = 0; k < kKSteps; k += 2) {
+          const std::uint32_t word = words[KOperand::word(i, k, 0) / 128 * 4 +
+                                           KOperand::word(i, k, 0) % 4];
+          const uint4 a = load_shared_16(base + Format::kMetadataBytes +
+                                         KOperand::fragment(i, k, 0) * 2 + lane * 16);
+          const uint4 b = load_shared_16(base + Format::kMetadataBytes +
+                                         KOperand::fragment(i, k + 1, 0) * 2 + lane * 16);
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            const std::uint32_t* q = &q_fragment[j][4 * k];
+            Mma<T>::template sparse<0>(s[i][j], a, q[0], q[1], q[2], q[3], word);
+            Mma<T>::template sparse<1>(s[i][j], b, q[4], q[5], q[6], q[7], word);
+          }
+        }
+      leave_unit(true);
+    }
+
+    if (valid < kBlockSize) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (16 * i + lane / 4 + 8 * (c / 2) >= valid)
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j) s[i][j][c] = -INFINITY;
+    }
+
+    std::uint32_t probability[kTiles][8];
+    bool raised = false;
+    float top[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(s[0][j][c], s[0][j][c + 2]);
+#pragma unroll
+        for (int i = 1; i < 4; ++i) x = fmaxf(x, fmaxf(s[i][j][c], s[i][j][c + 2]));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 16));
+        top[j][c] = fmaxf(maximum[j][c], x * p.scale_log2);
+        raised |= top[j][c] > maximum[j][c];
+      }
+    if (__any_sync(~0u, raised)) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const float f0 = exp2_approx(maximum[j][0] - top[j][0]);
+        const float f1 = exp2_approx(maximum[j][1] - top[j][1]);
+        maximum[j][0] = top[j][0], maximum[j][1] = top[j][1];
+        sum[j][0] *= f0, sum[j][1] *= f1;
+#pragma unroll
+        for (int i = 0; i < kVStrips; ++i) {
+          o[i][j][0] *= f0, o[i][j][1] *= f1;
+          o[i][j][2] *= f0, o[i][j][3] *= f1;
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float e[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          e[c] = exp2_approx(fmaf(s[i][j][c], p.scale_log2, -maximum[j][c % 2]));
+          sum[j][c % 2] += e[c];
+        }
+        probability[j][2 * i] = move_matrix_transposed(pack_pair<T>(e[0], e[1]));
+        probability[j][2 * i + 1] = move_matrix_transposed(pack_pair<T>(e[2], e[3]));
+      }
+
+    if (dense_v >> (item % 32) & 1) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::uint32_t tile = wait_unit();
+        if (valid < kBlockSize) clear_rows(tile, valid - kHalf * half);
+#pragma unroll
+        for (int i = 0; i < kVStrips; ++i)
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const int token = 16 * k + lane % 8 + lane / 16 * 8, chunk = 2 * i + lane / 8 % 2;
+            std::uint32_t a[4];
+            load_matrix_transposed(a, tile + chunk / 8 * (kHalf * 128) + token * 128 +
+                                          ((chunk ^ token) & 7) * 16);
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j)
+              Mma<T>::dense(o[i][j], a, probability[j][4 * half + 2 * k],
+                            probability[j][4 * half + 2 * k + 1]);
+          }
+        leave_unit(half == 0 || refill_last);
+      }
+    } else {
+      const std::uint32_t base = wait_unit();
+      std::uint32_t words[4 * kWords];
+      load_words(words, base);
+#pragma unroll
+      for (int i = 0; i < kVStrips; ++i) {
+        const std::uint32_t word =
+            words[VOperand::word(i, 0, 0) / 128 * 4 + VOperand::word(i, 0, 0) % 4];
+        const uint4 a = load_shared_16(base + Format::kMetadataBytes +
+                                       VOperand::fragment(i, 0, 0) * 2 + lane * 16);
+        const uint4 b = load_shared_16(base + Format::kMetadataBytes +
+                                       VOperand::fragment(i, 1, 0) * 2 + lane * 16);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          const std::uint32_t* x = probability[j];
+          Mma<T>::template sparse<0>(o[i][j], a, x[0], x[1], x[2], x[3], word);
+          Mma<T>::template sparse<1>(o[i][j], b, x[4], x[5], x[6], x[7], word);
+        }
+      }
+      leave_unit(refill_last);
+    }
+  }
+
+  __device__ void load_words(std::uint32_t (&words)[4 * kWords], std::uint32_t base) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint4 x = load_shared_16(base + (i * 32 + lane) * 16);
+      words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
+    }
+  }
+
+  // V rows past the end of a sequence may hold anything, NaN included, and 0 * NaN is NaN.
+  __device__ void clear_rows(std::uint32_t tile, int first) const {
+    for (int row = max(first, 0); row < kHalf; ++row)
+      if (lane < D / 8)
+        store_shared_16(tile + lane / 8 * (kHalf * 128) + row * 128 + lane % 8 * 16,
+                        make_uint4(0, 0, 0, 0));
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kBulk) fence_async_proxy();
+#endif
+    __syncwarp();
+  }
+
+  // Joins the warps' states of one pair, of which this CTA did blocks [begin, end).
+  __device__ void finish_pair(int pair, int begin, int end, int blocks, bool took_part) {
+    const int columns = columns_of(pair);
+    const bool whole = begin == 0 && end == blocks;
+    const int slot = 2 * blockIdx.x + (begin == 0);
+#pragma unroll
+    for (int pass = 0; pass < kMergePasses; ++pass) {
+      const int first_column = pass * kMergeColumns;
+      if (pass > 0) __syncthreads();
+      if (took_part) {
+        const int borrowed = unit == 0 ? kUnits - 1 : unit - 1;  // the unit left last
+        const std::uint32_t buffer = units + borrowed * R::kUnitBytes;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          if (8 * j < first_column || 8 * j >= first_column + kMergeColumns) continue;
+          const int column = 8 * j - first_column + 2 * (lane % 4);
+#pragma unroll
+          for (int i = 0; i < kVStrips; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+              const int channel = 16 * i + lane / 4 + 8 * (c / 2);
+              store_shared_f32(buffer + ((column + c % 2) * kColumnStride + channel) * 4,
+                               o[i][j][c]);
+            }
+        }
+        if (pass == 0) {
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              float x = sum[j][c];
+              x += __shfl_xor_sync(~0u, x, 4);
+              x += __shfl_xor_sync(~0u, x, 8);
+              x += __shfl_xor_sync(~0u, x, 16);
+              if (lane < 4) {
+                book.maximum[warp][8 * j + 2 * lane + c] = maximum[j][c];
+                book.sum[warp][8 * j + 2 * lane + c] = x;
+              }
+            }
+          if (lane == 0) book.buffer[warp] = warp * kUnits + borrowed;
+        }
+      } else if (lane == 0) {
+        book.buffer[warp] = -1;
+      }
+      __syncthreads();
+
+      const int pass_columns = min(kMergeColumns, columns - first_column);
+      const std::uint32_t ring = units - warp * kUnits * R::kUnitBytes;
+      for (int i = threadIdx.x; i < pass_columns * (D / 4); i += R::kThreads) {
+        const int of_pass = i / (D / 4), channel = i % (D / 4) * 4;
+        const int column = first_column + of_pass;
+        float top = -INFINITY;
+        for (int w = 0; w < kWarps; ++w)
+          if (book.buffer[w] >= 0) top = fmaxf(top, book.maximum[w][column]);
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        float weight_sum = 0.f;
+        for (int w = 0; w < kWarps; ++w) {
+          if (book.buffer[w] < 0) continue;
+          const float f = exp2_approx(book.maximum[w][column] - top);
+          const float4 x = load_shared_f32x4(ring + book.buffer[w] * R::kUnitBytes +
+                                             (of_pass * kColumnStride + channel) * 4);
+          total.x += f * x.x, total.y += f * x.y, total.z += f * x.z, total.w += f * x.w;
+          weight_sum += f * book.sum[w][column];
+        }
+        if (whole) {
+          write_result(pair, column, channel, total, top, weight_sum);
+        } else {
+          const std::int64_t at = static_cast<std::int64_t>(slot) * N + column;
+          __stcg(reinterpret_cast<float4*>(p.partials + at * D + channel), total);
+          if (channel == 0) __stcg(p.states + at, make_float2(top, weight_sum));
+        }
+      }
+    }
+    if (!whole) __threadfence();
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kBulk) fence_async_proxy();  // the borrowed units are filled by copies again
+#endif
+    __syncthreads();
+    if (took_part) fill_next();
+    if (!whole) join_shares(pair, begin == 0 ? blockIdx.x + 1 : blockIdx.x);
+  }
+
+  // The last of the CTAs that share a pair sums their partials. Boundary `c` lies in the pair.
+  __device__ void join_shares(int pair, int c) {
+    const int first = p.boundaries[c].first_cta, last = p.boundaries[c].last_cta;
+    if (threadIdx.x == 0) {
+      const int before = atomicAdd(p.arrivals + first, 1);
+      book.is_last = before == last - first;
+      if (book.is_last) p.arrivals[first] = 0;
+    }
+    __syncthreads();
+    if (!book.is_last) return;
+    __threadfence();
+    const int columns = columns_of(pair);
+    for (int i = threadIdx.x; i < columns * (D / 4); i += R::kThreads) {
+      const int column = i / (D / 4), channel = i % (D / 4) * 4;
+      float top = -INFINITY, weight_sum = 0.f;
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+      for (int cta = first; cta <= last; ++cta) {
+        const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N + column;
+        const float2 state = __ldcg(p.states + at);
+        const float4 x = __ldcg(reinterpret_cast<const float4*>(p.partials + at * D + channel));
+        const float higher = fmaxf(top, state.x);
+        const float f = exp2_approx(state.x - higher), g = exp2_approx(top - higher);
+        total.x = g * total.x + f * x.x, total.y = g * total.y + f * x.y;
+        total.z = g * total.z + f * x.z, total.w = g * total.w + f * x.w;
+        weight_sum = g * weight_sum + f * state.y;
+        top = higher;
+      }
+      write_result(pair, column, channel, total, top, weight_sum);
+    }
+  }
+
+  __device__ void write_result(int pair, int column, int channel, float4 total, float top,
+                               float weight_sum) const {
+    const std::int64_t query = first_query(pair) + column;
+    const float f = 1.f / weight_sum;
+    const uint2 x = make_uint2(pack_pair<T>(total.x * f, total.y * f),
+                               pack_pair<T>(total.z * f, total.w * f));
+    *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + query * D + channel) = x;
+    if (channel == 0) p.lse[query] = (top + log2f(weight_sum)) * kLn2;
+  }
+
+  // Rows without tokens, such as the padding of a captured batch, get 0 and -inf.
+  __device__ void clear_empty_rows() const {
+    const int per_row = p.heads * p.group;
+    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+      if (p.seq_lens[row] > 0) continue;
+      uint4* out = reinterpret_cast<uint4*>(static_cast<T*>(p.out)) +
+                   static_cast<std::int64_t>(row) * per_row * (D / 8);
+      for (int i = threadIdx.x; i < per_row * (D / 8); i += R::kThreads)
+        out[i] = make_uint4(0, 0, 0, 0);
+      for (int i = threadIdx.x; i < per_row; i += R::kThreads)
+        p.lse[static_cast<std::int64_t>(row) * per_row + i] = -INFINITY;
+    }
+  }
+
+  __device__ void run() {
+    const Boundary begin = p.boundaries[blockIdx.x], end = p.boundaries[blockIdx.x + 1];
+    first_pair = begin.pair, first_block = begin.block;
+    share = end.position - begin.position;
+    items = share > warp ? (share - warp + kWarps - 1) / kWarps : 0;
+    if constexpr (kBulk) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+      policy = evict_first_policy();
+      if (lane == 0) {
+        for (int i = 0; i < kUnits; ++i) barrier_init(smem_address(&book.barriers[warp][i]), 1);
+        barrier_init_visible();
+      }
+      __syncwarp();
+#endif
+    }
+    if (items > 0) begin_lookups();
+    for (int i = 0; i < kUnits; ++i) fill_next();
+
+    int pair = first_pair, block = first_block, item = 0;
+    for (int done = 0; done < share;) {
+      const int row = pair / pairs_per_row();
+      const int length = p.seq_lens[row], blocks = blocks_of(length);
+      if (blocks == 0) {
+        pair = (row + 1) * pairs_per_row();
+        continue;
+      }
+      const int count = min(blocks - block, share - done);
+      const bool takes_part = warp + kWarps * item < done + count;
+      if (takes_part) {
+        begin_pair(pair);
+        for (int at = warp + kWarps * item; at < done + count; at += kWarps, ++item) {
+          const int valid = min(length - (block + at - done) * kBlockSize, kBlockSize);
+          attend_block(item, valid, at + kWarps < done + count);
+        }
+      }
+      finish_pair(pair, block, block + count, blocks, takes_part);
+      done += count, block = 0, ++pair;
+    }
+    clear_empty_rows();
+    if constexpr (!kBulk) wait_copies<0>();
+  }
+};
+
+template <int D, int N, typename T, bool kBulk>
+__global__ void __launch_bounds__(Ring<D, kBulk>::kThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeParams params,
+                  const __grid_constant__ CUtensorMap dense_map) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  DecodeKernel<D, N, T, kBulk> kernel(params, &dense_map, shared);
+  kernel.run();
+}
+
+// --- launchers ----------------------------------------------------------------------------------
+
+// Dense blocks of the arena as [D / 64][rows][64]; a box is half a block, one swizzled tile for
+// each 64 channels.
+cudaError_t make_dense_map(CUtensorMap* map, const void* arena, std::int64_t arena_bytes, int D) {
+  static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  if (encode == nullptr) {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+    encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  }
+  const cuuint64_t row_bytes = D * 2;
+  const cuuint64_t size[3] = {64, arena_bytes / row_bytes, static_cast<cuuint64_t>(D / 64)};
+  const cuuint64_t stride[2] = {row_bytes, 128};
+  const cuuint32_t box[3] = {64, kHalf, static_cast<cuuint32_t>(D / 64)};
+  const cuuint32_t step[3] = {1, 1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(arena), size, stride, box,
+             step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <int D, int N, typename T, bool kBulk>
+cudaError_t launch(const DecodeParams& params, const CUtensorMap& map, int ctas,
+                   cudaStream_t stream) {
+  constexpr int bytes = Ring<D, kBulk>::kBytes;
+  static bool ready[64] = {};  // for each device: the attribute sticks to its context
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (!ready[device % 64]) {
+    error = cudaFuncSetAttribute(decode_kernel<D, N, T, kBulk>,
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    ready[device % 64] = true;
+  }
+  decode_kernel<D, N, T, kBulk>
+      <<<ctas, Ring<D, kBulk>::kThreads, bytes, stream>>>(params, map);
+  return cudaGetLastError();
+}
+
+#if defined(HS_SMOKE)
+constexpr bool kSmoke = true;  // one instance, to see that the source compiles for a target
+#else
+constexpr bool kSmoke = false;
+#endif
+#if defined(HS_AMPERE_COPIES)
+constexpr bool kBulkCopies = false;
+#else
+constexpr bool kBulkCopies = true;
+#endif
+
+template <int D, typename T>
+cudaError_t launch_columns(int columns, const DecodeParams& params, const CUtensorMap& map,
+                           int ctas, cudaStream_t stream) {
+  switch (columns) {
+    case 8:
+      return launch<D, 8, T, kBulkCopies>(params, map, ctas, stream);
+    case 16:
+      if constexpr (D <= 128 && !kSmoke)
+        return launch<D, 16, T, kBulkCopies>(params, map, ctas, stream);
+      break;
+    case 24:
+      if constexpr (D <= 128 && !kSmoke)
+        return launch<D, 24, T, kBulkCopies>(params, map, ctas, stream);
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename T>
+cudaError_t launch_head_dim(int D, int columns, const DecodeParams& params, const CUtensorMap& map,
+                            int ctas, cudaStream_t stream) {
+  switch (D) {
+    case 64:
+      if constexpr (!kSmoke) return launch_columns<64, T>(columns, params, map, ctas, stream);
+      break;
+    case 128:
+      return launch_columns<128, T>(columns, params, map, ctas, stream);
+    case 256:
+      if constexpr (!kSmoke) return launch_columns<256, T>(columns, params, map, ctas, stream);
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace hs
+
+// Columns of an MMA that `group` query heads for each kv head are packed into.
+HS_EXPORT int hs_decode_columns(int head_dim, int group) {
+  if (group <= 8 || head_dim > 128) return 8;
+  return group <= 16 ? 16 : 24;
+}
+
+// Cuts the batch into `ctas` shares of equal bytes. boundaries int32 [ctas + 1, 8], costs int32 [R].
+HS_EXPORT int hs_decode_plan(const int* refs, const int* page_table, const int* seq_lens,
+                             int* costs, int* boundaries, int rows, int pages, int heads,
+                             int pairs_per_row, int table_stride, int ctas, void* stream) {
+  using namespace hs;
+  if (rows == 0) return cudaSuccess;
+  const PlanParams params = {refs,  page_table, seq_lens,      costs,
+                             reinterpret_cast<Boundary*>(boundaries),
+                             rows,  pages,      heads,         pairs_per_row,
+                             table_stride, ctas};
+  plan_costs<<<rows, 256, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  const int bytes = (rows + 1) * 12 + (ctas + 1) * 8 + 8;
+  if (bytes > 48 * 1024) return cudaErrorInvalidValue;
+  plan_boundaries<<<1, kPlanThreads, bytes, static_cast<cudaStream_t>(stream)>>>(params);
+  return cudaGetLastError();
+}
+
+// arrivals int32 [ctas] must be zero before the first launch; every launch leaves it zero.
+HS_EXPORT int hs_decode_attention(int dtype, int head_dim, const void* q, const void* arena,
+                                  long long arena_bytes, const int* refs, const int* page_table,
+                                  const int* seq_lens, const int* boundaries, float* partials,
+                                  float* states, int* arrivals, void* out, float* lse, int rows,
+                                  int pages, int heads, int group, int table_stride, int ctas,
+                                  float scale, void* stream) {
+  using namespace hs;
+  if (rows == 0) return cudaSuccess;
+  const int columns = hs_decode_columns(head_dim, group);
+  const DecodeParams params = {q,
+                               static_cast<const std::uint8_t*>(arena),
+                               refs,
+                               page_table,
+                               seq_lens,
+                               reinterpret_cast<const Boundary*>(boundaries),
+                               partials,
+                               reinterpret_cast<float2*>(states),
+                               arrivals,
+                               out,
+                               lse,
+                               rows,
+                               pages,
+                               heads,
+                               group,
+                               (group + columns - 1) / columns,
+                               table_stride,
+                               scale * kLog2E};
+  CUtensorMap map = {};
+  if (kBulkCopies) {
+    const cudaError_t error = make_dense_map(&map, arena, arena_bytes, head_dim);
+    if (error != cudaSuccess) return error;
+  }
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (dtype == kBFloat16)
+    return launch_head_dim<__nv_bfloat16>(head_dim, columns, params, map, ctas, s);
+  if constexpr (!kSmoke)
+    if (dtype == kFloat16) return launch_head_dim<__half>(head_dim, columns, params, map, ctas, s);
+  return cudaErrorInvalidValue;
+}

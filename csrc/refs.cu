@@ -1,0 +1,120 @@
+// Bookkeeping kernels on the arena and its refs: lists of ref updates, moves of whole slots, and
+// single tokens written to dense blocks. All bounded by launch latency or by the bytes they move.
+
+#include "hs/block.cuh"
+#include "hs/launch.h"
+
+namespace hs {
+namespace {
+
+__global__ void update_refs_kernel(int* refs, const std::int64_t* index, const int* value,
+                                   std::int64_t count) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) refs[index[i]] = value[i];
+}
+
+// A segment owns `candidates` slots; slot of rank r holds, for each head, its block of rank r. The
+// first `count` are sparse.
+__global__ void assign_refs_kernel(int* refs, const int* pages, const int* slots,
+                                   const int* counts, const int* ranks, int* block_refs,
+                                   int segments, int candidates, int heads) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= segments * candidates * heads) return;
+  const int head = i % heads, candidate = i / heads % candidates, segment = i / heads / candidates;
+  const int rank = ranks == nullptr
+                       ? candidate
+                       : ranks[(segment * heads + head) * candidates + candidate];
+  const int slot = slots[segment * candidates + rank];
+  const int ref = rank < counts[segment] ? -slot : slot;
+  refs[static_cast<std::int64_t>(pages[segment * candidates + candidate]) * heads + head] = ref;
+  if (block_refs != nullptr) block_refs[i] = ref;
+}
+
+constexpr int kMoveThreads = 256;
+
+// One move and one layer for each y, z; chunks of a slot along x.
+__global__ void copy_slots_kernel(const std::int64_t* arenas, const int* from, const int* to,
+                                  std::int64_t slot_bytes) {
+  std::uint8_t* arena = reinterpret_cast<std::uint8_t*>(arenas[blockIdx.z]);
+  const uint4* source = reinterpret_cast<const uint4*>(arena + from[blockIdx.y] * slot_bytes);
+  uint4* target = reinterpret_cast<uint4*>(arena + to[blockIdx.y] * slot_bytes);
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kMoveThreads + threadIdx.x;
+  if (i < slot_bytes / 16) target[i] = source[i];
+}
+
+// A warp for each token and head. Tokens whose block is not dense (padding, page 0) are dropped.
+__global__ void store_tokens_kernel(const std::uint8_t* tokens, std::int64_t token_stride,
+                                    std::int64_t head_stride, std::uint8_t* arena, const int* refs,
+                                    const std::int64_t* locations, int count, int heads,
+                                    int row_bytes) {
+  const int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  if (i >= count * heads) return;
+  const int token = i / heads, head = i % heads;
+  const std::int64_t location = locations[token];
+  if (location < 0) return;
+  const int ref = refs[location / kBlockSize * heads + head];
+  if (!is_dense(ref)) return;
+  const uint4* source =
+      reinterpret_cast<const uint4*>(tokens + token * token_stride + head * head_stride);
+  uint4* target = reinterpret_cast<uint4*>(
+      arena + ((static_cast<std::int64_t>(ref) * heads + head) * kBlockSize +
+               location % kBlockSize) * row_bytes);
+  for (int c = lane; c < row_bytes / 16; c += 32) target[c] = source[c];
+}
+
+}  // namespace
+}  // namespace hs
+
+// refs int32, flat; index int64 [count] into it, no index twice; value int32 [count].
+HS_EXPORT int hs_update_refs(int* refs, const long long* index, const int* value, long long count,
+                             void* stream) {
+  using namespace hs;
+  if (count == 0) return cudaSuccess;
+  update_refs_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0,
+                       static_cast<cudaStream_t>(stream)>>>(
+      refs, reinterpret_cast<const std::int64_t*>(index), value, count);
+  return cudaGetLastError();
+}
+
+// refs int32 [P, H] of one layer and side; pages, slots int32 [segments, candidates]; counts int32
+// [segments]; ranks int32 [segments, H, candidates], or null for page order; block_refs int32
+// [segments, candidates, H] or null: what was assigned, for hs_store_blocks.
+HS_EXPORT int hs_assign_refs(int* refs, const int* pages, const int* slots, const int* counts,
+                             const int* ranks, int* block_refs, int segments, int candidates,
+                             int heads, void* stream) {
+  using namespace hs;
+  const int count = segments * candidates * heads;
+  if (count == 0) return cudaSuccess;
+  assign_refs_kernel<<<(count + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      refs, pages, slots, counts, ranks, block_refs, segments, candidates, heads);
+  return cudaGetLastError();
+}
+
+// arenas int64 [layers]: base addresses. Moves are independent: no slot is both read and written.
+HS_EXPORT int hs_copy_slots(const long long* arenas, const int* from, const int* to, int moves,
+                            int layers, long long slot_bytes, void* stream) {
+  using namespace hs;
+  if (moves == 0 || layers == 0) return cudaSuccess;
+  if (moves > 65535 || layers > 65535) return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>((slot_bytes / 16 + kMoveThreads - 1) / kMoveThreads), moves,
+                  layers);
+  copy_slots_kernel<<<grid, kMoveThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      reinterpret_cast<const std::int64_t*>(arenas), from, to, slot_bytes);
+  return cudaGetLastError();
+}
+
+// Strides in bytes. refs int32 [P, H] of one layer and side; locations int64 [count]: page * 64 +
+// offset. Rows of `row_bytes`, a multiple of 16.
+HS_EXPORT int hs_store_tokens(const void* tokens, long long token_stride, long long head_stride,
+                              void* arena, const int* refs, const long long* locations, int count,
+                              int heads, int row_bytes, void* stream) {
+  using namespace hs;
+  if (count == 0) return cudaSuccess;
+  const long long threads = static_cast<long long>(count) * heads * 32;
+  store_tokens_kernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0,
+                        static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const std::uint8_t*>(tokens), token_stride, head_stride,
+      static_cast<std::uint8_t*>(arena), refs, reinterpret_cast<const std::int64_t*>(locations),
+      count, heads, row_bytes);
+  return cudaGetLastError();
+}
