@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from hs_runtime.config import RuntimeConfig
 from hs_runtime.metrics import exposition
 from hs_runtime.policies import CUSTOM_PARAM, PolicyError, SparsityPolicy, preset
-from hs_server.schemas import ApiError, malformed_fields
+from hs_server.schemas import CLIENT_GONE, ApiError, malformed_fields
 
 _LOG = logging.getLogger(__name__)
 REPORT_KEY = "hierasparse"  # in SGLang's meta_info: a list with one JSON text or None per token
@@ -234,7 +234,8 @@ class SGLangEngine:
             raise malformed_fields(error) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # SGLang's validators take apart objects whose shape they have not checked yet.
-            raise ApiError(400, f"the request is malformed: {error}") from None
+            _LOG.info("SGLang could not read a request: %r", error)
+            raise ApiError(400, "a field of the request has the wrong shape") from None
         answer = await serving.handle_request(wish, call.request)
         if hasattr(answer, "body_iterator"):
             return self._openai_stream(answer.body_iterator, call)
@@ -281,17 +282,11 @@ class _PolicyCarrier:
             ]
         else:
             wish.sampling_params = {**(wish.sampling_params or {}), "custom_params": carried}
-        finished = False
-        try:
-            async with aclosing(self._manager.generate_request(wish, request)) as outputs:
-                async for output in outputs:
-                    for each in output if isinstance(output, list) else [output]:
-                        _take_report(each["meta_info"], call)
-                    yield output
-            finished = True
-        finally:
-            if not finished:
-                self.abort(call)
+        async with aclosing(self._manager.generate_request(wish, request)) as outputs:
+            async for output in outputs:
+                for each in output if isinstance(output, list) else [output]:
+                    _take_report(each["meta_info"], call)
+                yield output
 
     def abort(self, call: Call) -> None:
         """Abort what still runs of this call; what has finished is unknown to SGLang by then."""
@@ -360,6 +355,8 @@ def _api_error(status: int, message: str) -> ApiError:
     if status >= 500:
         _LOG.error("SGLang answered %s: %s", status, message)
         return ApiError(status, "the engine failed on this request", code="engine_failed")
+    if "disconnected from the client" in message:  # nobody reads this; it is for the metrics
+        return ApiError(CLIENT_GONE, "the client has left", code="client_gone")
     code = "context_length_exceeded" if "context length" in message else "invalid_value"
     return ApiError(status, message, code=code)
 

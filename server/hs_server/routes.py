@@ -27,6 +27,7 @@ from hs_runtime.policies import PHASES, PRESETS, PolicyError, SparsityPolicy
 from hs_server.engine import Call, Engine, Fields
 from hs_server.policy_header import REQUEST_HEADERS, effective_policy, response_headers
 from hs_server.schemas import (
+    CLIENT_GONE,
     ApiError,
     Limits,
     chat_fields,
@@ -111,11 +112,14 @@ class _Meter:
         metrics().first_token_seconds.labels(self.preset).observe(seconds)
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, ApiError):
-            refused = "unavailable" if error.status == 503 else "refused"
-            self.outcome = refused if error.status in (503, *range(400, 500)) else "failed"
-        else:
+        if not isinstance(error, ApiError):
             self.outcome = "failed" if isinstance(error, Exception) else "disconnected"
+        elif error.status == CLIENT_GONE:
+            self.outcome = "disconnected"
+        elif error.status == 503:
+            self.outcome = "unavailable"
+        else:
+            self.outcome = "refused" if error.status < 500 else "failed"
 
     def close(self) -> None:
         self._gate.leave()

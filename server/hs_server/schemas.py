@@ -27,6 +27,7 @@ MAX_MESSAGES = 65536
 MAX_KEY_LENGTH = 256  # characters of cache_salt and extra_key
 
 INT64 = 2**63 - 1
+CLIENT_GONE = 499  # nginx's status for a client that closed before the answer
 
 
 class ApiError(Exception):
