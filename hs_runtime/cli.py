@@ -176,7 +176,7 @@ def doctor(
         if report.refusals:
             typer.echo("\nrefused at start (SGLang option: choose instead):")
             for refusal in report.refusals:
-                typer.echo(f"  {refusal['option']}: {refusal['instead']}")
+                typer.echo(f"  {refusal['option']}: {refusal['legal']} ({refusal['reason']})")
     if not report.passed:
         raise typer.Exit(1)
 
@@ -185,6 +185,7 @@ def _resolve(
     config: RuntimeConfig, device: str, passed: list[str], *, fetch: bool
 ) -> tuple[RuntimeConfig, LaunchPlan]:
     """Find the device and the model, and settle what depends on them."""
+    _check_pruner(config.constants)
     devices = probe_devices(_device_name(device))
     if not devices:
         raise ConfigError("device: 'cuda' and torch sees no CUDA device (see `hs-runtime doctor`)")
@@ -201,6 +202,17 @@ def _resolve(
     )
     constants = _constants(**{**_as_dict(config.constants), "chunk": plan.chunk})
     return replace(config, constants=constants, kv_cache_bytes=plan.kv_cache_bytes), plan
+
+
+def _check_pruner(constants: ServerConstants) -> None:
+    from hs_runtime.policies.pruner import build_pruner  # torch, which `--help` need not wait for
+
+    try:
+        pruner = build_pruner(constants.pruner)
+    except ValueError as error:
+        raise ConfigError(f"pruner: {error}") from error
+    if pruner.needs_calibration and not constants.calibration:
+        raise ConfigError(f"pruner: {constants.pruner!r} needs --calibration FILE")
 
 
 def _as_dict(constants: ServerConstants) -> dict[str, Any]:

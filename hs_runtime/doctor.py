@@ -185,10 +185,9 @@ def _kernels(devices: Sequence[Device]) -> Check:
 def _refusals() -> tuple[Check, list[dict[str, str]]]:
     try:
         seam = importlib.import_module("hs_runtime.sglang_seam")
-    except Exception as error:  # SGLang's import runs much foreign code; whatever it raises is news
-        remedy = "reinstall with pip install -e ."
-        return Check("seam", False, f"{type(error).__name__}: {error}", remedy), []
-    refusals = [asdict(refusal) for refusal in seam.REFUSALS]
+        refusals = [dict(row) for row in seam.refusal_table()]
+    except ImportError as error:
+        return Check("seam", False, str(error), "reinstall with pip install -e ."), []
     return Check("seam", True, f"{len(refusals)} SGLang options are refused at start"), refusals
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hs_runtime.config import (
 )
 from hs_runtime.demo_model import MODEL_NAME, DemoModelError
 from hs_runtime.device import Device
+from hs_runtime.policies.pruner import PRUNERS, MagnitudePruner
 
 GIB = 1 << 30
 
@@ -106,14 +108,25 @@ def test_unknown_flags_pass_to_sglang(model: Path) -> None:
     assert arguments[-3:] == ["--context-length", "4096", "--tp-size=1"]
 
 
-def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Calibrated(MagnitudePruner):
+    name: str = "calibrated"
+    needs_calibration: bool = True
+
+
+def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRUNERS, "calibrated", Calibrated)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"constants")
     config, _ = planned("--calibration", str(path))
     assert config.constants.calibration == hashlib.sha256(b"constants").hexdigest()
     assert config.constants.pruner == "calibrated"
     assert config.calibration_path == str(path)
-    assert planned("--calibration", str(path), "--pruner", "other")[0].constants.pruner == "other"
+    chosen = planned("--calibration", str(path), "--pruner", "magnitude")[0]
+    assert chosen.constants.pruner == "magnitude"
+    assert "needs --calibration" in refusal("--pruner", "calibrated")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +136,7 @@ def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(tmp_p
         (["--anchor", "middle"], "segment, chunk"),
         (["--default-policy", "fastest"], "dense, light, balanced, fast, max"),
         (["--port", "70000"], "0 to 65535"),
+        (["--pruner", "random"], "magnitude"),
         (["--model", "./no-such-folder"], "no folder"),
         (["--calibration", "./no-such-file"], "no file"),
         (["--api-key-file", "./no-such-file"], "cannot read"),
@@ -210,7 +224,7 @@ CPU = Device("cpu", "a CPU", total_bytes=64 * GIB, free_bytes=40 * GIB)
 
 def checks(monkeypatch: pytest.MonkeyPatch, devices: list[Device]) -> dict[str, doctor.Check]:
     seam = types.ModuleType("hs_runtime.sglang_seam")
-    seam.REFUSALS = ()  # type: ignore[attr-defined]
+    seam.refusal_table = tuple  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hs_runtime.sglang_seam", seam)
     monkeypatch.setattr(doctor, "probe_devices", lambda wanted: devices)
     return {check.name: check for check in doctor.examine().checks}
@@ -265,7 +279,7 @@ def test_another_sglang_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report(passed: bool) -> doctor.Report:
     check = doctor.Check("device 0", passed, "a CPU", "" if passed else "buy memory")
-    refused = {"option": "--pp-size", "instead": "1"}
+    refused = {"option": "--pp-size", "reason": "not tested", "legal": "1"}
     return doctor.Report((check,), (CPU,), (refused,))
 
 
@@ -275,7 +289,7 @@ def test_doctor_exits_with_what_it_found(passed: bool, monkeypatch: pytest.Monke
     text, as_json = invoke("doctor"), invoke("doctor", "--json")
     assert text.exit_code == as_json.exit_code == (0 if passed else 1)
     assert ("buy memory" in text.stdout) is not passed
-    assert "--pp-size: 1" in text.stdout
+    assert "--pp-size: 1 (not tested)" in text.stdout
     loaded: dict[str, Any] = json.loads(as_json.stdout)
     assert loaded["passed"] is passed
     assert loaded["devices"][0]["total_bytes"] == 64 * GIB

@@ -59,6 +59,7 @@ MAY_IMPORT = {
     ),
     # SGLang's shapes of these things stand above what decides: they hand requests over to it.
     "hs_runtime.pool.radix_cache": (
+        "hs_runtime.batching",
         "hs_runtime.compression",
         "hs_runtime.policies",
         "hs_runtime.pool",
