@@ -18,7 +18,6 @@ from hs_runtime.config import ConfigError, RuntimeConfig
 _BACKLOG = 2048
 _HEADER_BYTES = 64 << 10  # of one request, all lines together; h11 answers 431 beyond
 _KEEP_ALIVE_SECONDS = 30
-_CLOSE_SECONDS = 5  # for what is still open when the drain is over
 _CLOSING_SECONDS = 5  # for connections that are still open when the drain is over
 
 
