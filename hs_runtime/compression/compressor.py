@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from hs_kernels import ops
-from hs_kernels.block_format import Side
 from torch import Tensor
 
+from hs_kernels import ops
+from hs_kernels.block_format import Side
 from hs_runtime.policies.pruner import PrunedBlocks, Pruner, select
 from hs_runtime.pool.block_pool import BlockPool, Convert
 
@@ -102,8 +102,10 @@ class Compressor:
         for side in Side:
             rows = [c for c in single if c.side == side]
             if rows:
-                old, new = (self._index([r[0] for r in refs]) for refs in zip(
-                    *((c.old, c.new) for c in rows), strict=True))
+                old, new = (
+                    self._index([r[0] for r in refs])
+                    for refs in zip(*((c.old, c.new) for c in rows), strict=True)
+                )
                 for layer in range(self.pool.layers):
                     blocks = self.pool.dense_view(layer)[old]
                     self._store_sparse(layer, side, blocks, (-new).to(torch.int32))

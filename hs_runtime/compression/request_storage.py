@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hs_runtime.policies import SparsityPolicy
 from hs_kernels.block_format import BlockKind
-
+from hs_runtime.policies import SparsityPolicy
 from hs_runtime.pool.block_pool import DENSE, SPARSE, BlockPool, Convert, Slot
 from hs_runtime.scheduler.admission import (
     BlockSizes,
@@ -48,6 +47,8 @@ class RequestState:
     `pages` is its row of page ids, the first `protected` of which belong to the tree. `tail` holds
     dense slots of pages whose refs are not set (yet). `budget` is what admission promised its
     prefill and it has not taken. `front[side]` is the first page that decode has not visited.
+    `serial` is the order of admission, in which steps take bytes; `replay_tokens` is how far one
+    replay extend of a dense request may go.
     """
 
     rid: str
@@ -65,6 +66,8 @@ class RequestState:
     front: list[int] = field(default_factory=lambda: [0, 0])
     private: bool = False
     decoding: bool = False
+    serial: int = 0
+    replay_tokens: int = 64
     prompt_form: Slots | None = None
 
     @property
@@ -91,6 +94,10 @@ class ChunkWork:
     replay: bool
 
 
+def in_order(states: Iterable[RequestState]) -> list[RequestState]:
+    return sorted(states, key=lambda state: state.serial)
+
+
 class RequestStorage:
     """Every admitted request's pages and slots, and the byte ledger over them."""
 
@@ -102,6 +109,7 @@ class RequestStorage:
         self.careful = False  # after a retraction admit only what surely completes
         self.compressed_blocks = 0
         self.retractions = 0
+        self._serial = 0
 
     # ledger
 
@@ -122,6 +130,20 @@ class RequestStorage:
         need = request_need(self.rules, self.sizes, policy, n, max_new)
         pages = self.rules.pages(n + max_new) + 1
         return need > self.pool.ledger.superblocks or 2 * pages > self.pool.pages
+
+    def need_bytes(self, policy: SparsityPolicy, n: int, max_new: int) -> int:
+        """Bytes of all layers and heads with which the request always completes alone."""
+        blocks = request_need(self.rules, self.sizes, policy, n, max_new)
+        return blocks * self.sizes.superblock_bytes * self.pool.layers * self.pool.heads
+
+    def longest_prompt(self, policy: SparsityPolicy) -> int:
+        """The longest prompt that fits an empty arena with one new token."""
+        low, high = 0, self.pool.pages * self.rules.page
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = not self.never_fits(policy, middle, 1)
+            low, high = (middle, high) if fits else (low, middle)
+        return low
 
     def admits(
         self, policy: SparsityPolicy, n: int, hit: int, *, max_new: int, counted: int, ratio: float
@@ -150,7 +172,9 @@ class RequestStorage:
             position = max(state.position, state.n)
             need = need.plus(decode_growth(rules, state.policy, position, int(left * ratio)))
         evictable = self.pool.evictable
-        if not self.pool.ledger.fits(need.dense - evictable[DENSE], need.sparse - evictable[SPARSE]):
+        if not self.pool.ledger.fits(
+            need.dense - evictable[DENSE], need.sparse - evictable[SPARSE]
+        ):
             return False
         pages = reserved_pages + rules.pages(n) - hit // rules.page
         return self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() >= pages
@@ -160,7 +184,9 @@ class RequestStorage:
         dense, sparse = kind == DENSE, kind == SPARSE
         while not self.pool.ledger.fits(self._used.dense + dense, self._used.sparse + sparse):
             if not self.prefix_cache.evict_one():
-                raise RuntimeError(f"a forward ran out of KV bytes: {self._used}, request {state.rid}")
+                raise RuntimeError(
+                    f"a forward ran out of KV bytes: {self._used}, request {state.rid}"
+                )
         state.budget[sparse] -= 1
         if state.budget[sparse] < 0:
             raise RuntimeError(f"request {state.rid} holds more than was charged: {state.budget}")
@@ -170,6 +196,8 @@ class RequestStorage:
 
     def open(self, state: RequestState) -> None:
         """Admits a request whose first `state.hit` tokens are cached in `state.pages`."""
+        self._serial += 1
+        state.serial = self._serial
         need = prefill_need(self.rules, state.policy, state.n, state.hit)
         state.budget = [need.dense, need.sparse]
         state.front = [self.rules.sink_pages] * 2
@@ -197,6 +225,8 @@ class RequestStorage:
                     writes.append((p, side, slot))
             for segment in range(start // rules.segment, complete):
                 pages = rules.candidates(segment)
+                if not pages:
+                    continue
                 count = sparse_count(share, len(pages))
                 whole = is_fractional(share)
                 for group in [tuple(pages)] if whole else [(p,) for p in pages]:
@@ -286,9 +316,12 @@ class RequestStorage:
 
     def step_end(self, state: RequestState) -> int:
         """Where the next step of a decoding request ends: a replay extend, or one token."""
-        if state.replaying:
-            return self.rules.next_replay_end(state.position, state.known)
-        return state.position + 1
+        if not state.replaying:
+            return state.position + 1
+        if state.policy.is_dense:  # nothing changes form, so a replay need not stop at pages
+            whole = (state.position + state.replay_tokens) // self.rules.page * self.rules.page
+            return min(state.known, max(whole, state.position + 1))
+        return self.rules.next_replay_end(state.position, state.known)
 
     def step_fits(self, states: Iterable[RequestState]) -> bool:
         """Whether the next step of these decoding requests fits, taken in this order. Counts only."""
@@ -312,7 +345,9 @@ class RequestStorage:
         return page_ids <= self.prefix_cache.free_page_count()
 
     def make_room(self, states: Sequence[RequestState]) -> bool:
-        """Private pages where due, then evicts until the next step of `states` fits; False if it cannot."""
+        """Private pages where due, then evicts until the next step of `states` fits; False if it
+        cannot. Steps take their bytes in the order of admission, here and when they are planned."""
+        states = in_order(states)
         for state in states:
             if self.needs_private_pages(state) and not self.make_private(state):
                 return False
@@ -332,9 +367,7 @@ class RequestStorage:
         if None not in keep:
             return
         before = sum(slot.kind == SPARSE for slot in old)
-        new = [
-            slot or self.pool.allocate(kind) for slot, kind in zip(keep, kinds, strict=True)
-        ]
+        new = [slot or self.pool.allocate(kind) for slot, kind in zip(keep, kinds, strict=True)]
         ids = [state.pages[p] for p in pages]
         refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
         self.pool.queue(Convert(side, tuple(ids), *refs))
@@ -378,16 +411,18 @@ class RequestStorage:
 
     # the end of a request, and reports
 
-    def close(self, state: RequestState, *, retracted: bool = False) -> None:
+    def close(self, state: RequestState) -> None:
         """Gives back the tail slots; the caller gives back the pages."""
         for slot in state.tail.values():
             self.pool.release(slot)
         state.tail = {}
         del self.active[state.rid]
-        if retracted:
-            self.careful, self.retractions = True, self.retractions + 1
-        elif not self.active:
+        if not self.active:
             self.careful = False
+
+    def note_retraction(self) -> None:
+        """Until the server has drained, only what surely completes beside the rest is admitted."""
+        self.careful, self.retractions = True, self.retractions + 1
 
     def clear(self) -> None:
         self.active.clear()

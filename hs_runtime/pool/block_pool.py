@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from hs_kernels.block_format import BlockFormat, BlockKind, dense_ref, sparse_ref
 from hs_kernels.reference import dense_slots, sparse_slots
 
@@ -131,7 +132,9 @@ class Arena:
         for old, slot in sorted(emptied.slots.items()):
             target = self._block_with_hole(kind, skip=index)
             if target is None:
-                raise RuntimeError(f"out of KV bytes: {self.used} in {self.superblocks} superblocks")
+                raise RuntimeError(
+                    f"out of KV bytes: {self.used} in {self.superblocks} superblocks"
+                )
             self._place(slot, target)
             self.on_move(kind, old, slot.index)
             self.moves += 1
@@ -354,7 +357,9 @@ class BlockPool:
 
     # device
 
-    def apply(self, operations: Sequence[Operation], convert: Callable[[list[Convert]], None]) -> None:
+    def apply(
+        self, operations: Sequence[Operation], convert: Callable[[list[Convert]], None]
+    ) -> None:
         """Carries out operations in order, runs of one kind at once. On the forward stream only."""
         start = 0
         while start < len(operations):
@@ -368,7 +373,9 @@ class BlockPool:
             elif kind is Drop:
                 self.refs[:, :, self._index([op.page for op in run])] = 0
             elif kind is Share:
-                old, new = (self._index([getattr(op, name) for op in run]) for name in ("old", "new"))
+                old, new = (
+                    self._index([getattr(op, name) for op in run]) for name in ("old", "new")
+                )
                 self.refs[:, :, new] = self.refs[:, :, old]
             elif kind is Move:
                 self._apply_move(run[0])
@@ -380,7 +387,9 @@ class BlockPool:
         return torch.tensor(values, dtype=torch.long).to(self.device, non_blocking=True)
 
     def _apply_binds(self, run: Sequence[Bind]) -> None:
-        last = {(op.side, op.page): op.ref for op in run}  # a page may be bound, freed and bound again
+        last = {
+            (op.side, op.page): op.ref for op in run
+        }  # a page may be bound, freed and bound again
         sides, pages = (self._index([key[i] for key in last]) for i in (0, 1))
         values = torch.tensor(list(last.values()), dtype=torch.int32).to(self.device)
         self.refs[:, sides, pages] = values[None, :, None]
@@ -412,7 +421,9 @@ class BlockPool:
         in_arena = {id(slot): slot for slot in self.ledger.slots()}
         leaked = [s for key, s in in_arena.items() if key not in held]
         unknown = [s for key, s in slots.items() if key not in in_arena]
-        assert not leaked and not unknown, f"slots leak: {leaked[:4]}, not in the arena: {unknown[:4]}"
+        assert not leaked and not unknown, (
+            f"slots leak: {leaked[:4]}, not in the arena: {unknown[:4]}"
+        )
         wrong = [(s, held[k]) for k, s in slots.items() if s.references != held[k]]
         assert not wrong, f"references disagree with holders: {wrong[:4]}"
         places = Counter((s.kind, s.index) for s in in_arena.values())

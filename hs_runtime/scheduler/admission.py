@@ -42,7 +42,9 @@ class BlockSizes:
 
     def superblocks(self, slots: tuple[int, int]) -> int:
         """A pair of counts fits an arena if and only if this is at most its superblocks."""
-        return -(-slots[0] // self.dense_per_superblock) + -(-slots[1] // self.sparse_per_superblock)
+        return -(-slots[0] // self.dense_per_superblock) + -(
+            -slots[1] // self.sparse_per_superblock
+        )
 
     def bytes_of(self, slots: tuple[int, int]) -> int:
         return slots[0] * self.dense_bytes + slots[1] * self.sparse_bytes
@@ -104,7 +106,9 @@ def decode_form(rules: Lifecycle, policy: SparsityPolicy, t: int) -> Slots:
     return Slots(dense, sparse)
 
 
-def decode_growth(rules: Lifecycle, policy: SparsityPolicy, position: int, new_tokens: int) -> Slots:
+def decode_growth(
+    rules: Lifecycle, policy: SparsityPolicy, position: int, new_tokens: int
+) -> Slots:
     """Slots by which a request grows while it decodes `new_tokens` tokens from `position` on."""
     before, after = (decode_form(rules, policy, t) for t in (position, position + new_tokens))
     return Slots(max(0, after.dense - before.dense), max(0, after.sparse - before.sparse))
@@ -119,7 +123,11 @@ def request_need(
     leave a superblock partly filled.
     """
     step = rules.segment_pages * sizes.sparse_bytes
-    positions = {n, n + max_new, *range((n // rules.page + 1) * rules.page, n + max_new, rules.page)}
+    positions = {
+        n,
+        n + max_new,
+        *range((n // rules.page + 1) * rules.page, n + max_new, rules.page),
+    }
     forms: Iterable[int] = (sizes.bytes_of(decode_form(rules, policy, t)) for t in positions)
     larger = max(*forms, sizes.bytes_of(prefill_form(rules, policy, n)))
     alone = -(-(larger + step) // sizes.superblock_bytes) + 1

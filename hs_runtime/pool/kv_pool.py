@@ -1,0 +1,145 @@
+"""`HieraKVPool`: SGLang's view of the `BlockPool`, and the hand-over of plans to the backend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from hs_kernels.block_format import HEAD_DIMS, BlockFormat
+from hs_runtime.pool.block_pool import BlockPool
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """How SGLang's memory profile is spent: superblocks of the arena, and page ids (cheap)."""
+
+    superblocks: int
+    pages: int
+
+
+def block_format(head_dim: int, dtype: torch.dtype) -> BlockFormat:
+    """The block format of a model, or a ValueError that names what is served."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim {head_dim} cannot be served (choose a model with {HEAD_DIMS})")
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"--kv-cache-dtype {dtype} cannot be served (choose auto, bfloat16, float16 or float32)"
+        )
+    return BlockFormat(head_dim, _DTYPES[dtype])
+
+
+def size_pool(fmt: BlockFormat, dense_tokens: int, *, spare_pages: int, page: int = 64) -> PoolSize:
+    """An arena that holds `dense_tokens` tokens when all are dense, and page ids for twice the
+    all-sparse pages that fit it, plus `spare_pages` for windows and tails."""
+    superblocks = max(2, 2 * (dense_tokens // page) // fmt.dense_per_superblock)
+    sparse_pages = superblocks * fmt.sparse_per_superblock // 2
+    return PoolSize(superblocks, 2 * sparse_pages + spare_pages)
+
+
+class HieraKVPool(KVCache):
+    """KV storage by blocks. Token slots are virtual, so nothing may index buffers by them.
+
+    `size` is the number of virtual tokens (page ids x 64); the arena comes from `next_size`, which
+    the memory configuration sets just before.
+    """
+
+    next_size: ClassVar[PoolSize | None] = None
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        v_head_dim: int | None = None,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        post_capture_active: bool = False,
+        **ignored: Any,
+    ) -> None:
+        super().__init__(
+            size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer
+        )
+        if v_head_dim not in (None, head_dim):
+            raise ValueError(f"K has head_dim {head_dim} and V {v_head_dim}: they must be equal")
+        if post_capture_active:
+            raise ValueError(
+                "post-capture KV sizing cannot be served: unset its environment switch"
+            )
+        if self.next_size is None or self.next_size.pages * page_size != size:
+            raise RuntimeError(
+                f"pool of {size} tokens was not sized by this plugin: {self.next_size}"
+            )
+        self.head_num, self.head_dim = head_num, head_dim
+        self.block_pool = BlockPool(
+            block_format(head_dim, dtype),
+            layers=layer_num,
+            heads=head_num,
+            superblocks=self.next_size.superblocks,
+            pages=self.next_size.pages,
+            device=device,
+        )
+        self._next_plan: Any = None
+        self._finalize_allocation_log(size)
+
+    # plans: made by the scheduler, taken by the backend of the same process, one for each forward
+
+    def offer_plan(self, plan: Any) -> None:
+        if self._next_plan is not None and not self._next_plan.begun:
+            raise RuntimeError("a batch was planned while the one before it has not run")
+        self._next_plan = plan
+
+    def current_plan(self) -> Any:
+        if self._next_plan is None:
+            raise RuntimeError("a forward came without a plan: the batch hooks did not run")
+        return self._next_plan
+
+    def get_kv_size_bytes(self) -> int:
+        return sum(arena.numel() for arena in self.block_pool.arena)
+
+    def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
+        shape = torch.Size((self.size, self.head_num, self.head_dim))
+        return shape, shape
+
+    def _no_rows(self, what: str) -> Any:
+        raise NotImplementedError(
+            f"{what}: KV is stored by blocks under virtual token slots; only the hierasparse "
+            "attention backend can read it"
+        )
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._no_rows("get_key_buffer")
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._no_rows("get_value_buffer")
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._no_rows("get_kv_buffer")
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._no_rows("set_kv_buffer")
+
+    def move_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self._no_rows("move_kv_cache")
+
+    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> Any:
+        return self._no_rows("get_cpu_copy")
+
+    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> None:
+        self._no_rows("load_cpu_copy")
+
+    def get_contiguous_buf_infos(self) -> Any:
+        return self._no_rows("get_contiguous_buf_infos")

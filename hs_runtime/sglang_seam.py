@@ -1,0 +1,460 @@
+"""Where the runtime meets SGLang 0.5.17: registries, hooks, refusals, and the check that they took.
+
+Everything that SGLang would swallow (a plugin that fails to import, a hook whose target is gone) is
+turned into a start-up error here: a server that silently keeps dense KV would look healthy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hs_runtime.config import BACKEND_NAME, RuntimeConfig, is_published
+
+logger = logging.getLogger(__name__)
+
+SGLANG_VERSION = "0.5.17"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An option that cannot be served: a ServerArgs field, when it is refused, what is legal."""
+
+    option: str
+    refused: Callable[[Any], bool]
+    reason: str
+    legal: str
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def _off(option: str, reason: str) -> Refusal:
+    return Refusal(option, _is_set, reason, "leave it off")
+
+
+_BY_SLOT = "it addresses KV rows by token slot, and ours are virtual"
+_UNTESTED = "it is not tested with compressed blocks"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("page_size", lambda v: v != 64, "a KV block holds 64 tokens", "--page-size 64"),
+    Refusal(
+        "chunked_prefill_size",
+        lambda v: v is None or v < 128 or v % 128,
+        "prefill compresses as it goes, in chunks",
+        "a multiple of 128",
+    ),
+    Refusal(
+        "kv_cache_dtype",
+        lambda v: v not in ("auto", "bf16", "bfloat16", "fp16", "float16"),
+        "blocks hold 16-bit or 32-bit elements",
+        "auto, bfloat16 or float16",
+    ),
+    Refusal(
+        "radix_cache_backend",
+        lambda v: v != BACKEND_NAME,
+        "the prefix cache must know segments",
+        BACKEND_NAME,
+    ),
+    Refusal(
+        "prefill_attention_backend",
+        lambda v: v not in (None, BACKEND_NAME),
+        "prefill and decode read the same blocks",
+        BACKEND_NAME,
+    ),
+    Refusal(
+        "decode_attention_backend",
+        lambda v: v not in (None, BACKEND_NAME),
+        "prefill and decode read the same blocks",
+        BACKEND_NAME,
+    ),
+    Refusal(
+        "disaggregation_mode",
+        lambda v: v not in (None, "null"),
+        _BY_SLOT,
+        "--disaggregation-mode null",
+    ),
+    Refusal(
+        "schedule_policy",
+        lambda v: v not in ("fcfs", "lpm", "lof", "random", "dfs-weight"),
+        _UNTESTED,
+        "fcfs, lpm, lof, random or dfs-weight",
+    ),
+    Refusal("speculative_algorithm", lambda v: v is not None, _BY_SLOT, "no speculative decoding"),
+    _off("enable_hierarchical_cache", _BY_SLOT),
+    _off("enable_hisparse", _BY_SLOT),
+    _off("enable_lmcache", _BY_SLOT),
+    _off("enable_flexkv", _BY_SLOT),
+    _off("enable_lora", _UNTESTED),
+    _off("lora_paths", _UNTESTED),
+    _off("enable_pdmux", _UNTESTED),
+    _off("enable_two_batch_overlap", _UNTESTED),
+    _off("enable_single_batch_overlap", _UNTESTED),
+    _off("enable_mixed_chunk", "a batch is either prefill or decode"),
+    _off("enable_dynamic_chunking", "chunk ends decide what is stored"),
+    _off("enable_streaming_session", _BY_SLOT),
+    _off("enable_session_radix_cache", _BY_SLOT),
+    _off("enable_unified_memory", _BY_SLOT),
+    _off("enable_memory_saver", _BY_SLOT),
+    _off("enable_priority_scheduling", "preemption counts tokens, admission counts bytes"),
+    _off("enable_deterministic_inference", "its chunk alignment is relative"),
+    _off("strip_thinking_cache", _BY_SLOT),
+    _off("prefill_only_disable_kv_cache", "there would be no KV cache to compress"),
+    _off("enable_dp_attention", _UNTESTED),
+    _off("use_ray", "workers would not load the plugin"),
+    _off("kv_events_config", "events name pages that change owner"),
+    Refusal(
+        "kv_canary", lambda v: v not in (None, False, "", "none", "off"), _BY_SLOT, "leave it off"
+    ),
+    *(
+        Refusal(option, _above_one, _UNTESTED, "1")
+        for option in ("dp_size", "pp_size", "dcp_size", "attn_cp_size")
+    ),
+    Refusal(
+        "tokenizer_worker_num",
+        _above_one,
+        "further tokenizer workers do not load the plugin",
+        "1",
+    ),
+)
+
+
+class StartupRefused(ValueError):
+    """This combination of options, model or hooks cannot be served."""
+
+
+def refusals_of(server_args: Any) -> list[str]:
+    """One sentence for each option that cannot be served; it names the legal alternative."""
+    found = []
+    for refusal in REFUSALS:
+        value = getattr(server_args, refusal.option, None)
+        if refusal.refused(value):
+            flag = "--" + refusal.option.replace("_", "-")
+            found.append(f"{flag} {value!r} cannot be served: {refusal.reason} ({refusal.legal})")
+    return found
+
+
+def environment_refusals() -> list[str]:
+    """Switches of SGLang's environment that cannot be served."""
+    from sglang.srt.environ import envs
+
+    switches = (
+        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+        "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        "SGLANG_RUST_SERVER",
+    )
+    return [
+        f"{name} cannot be served: it replaces parts that the plugin needs (unset it)"
+        for name in switches
+        if hasattr(envs, name) and getattr(envs, name).get()
+    ]
+
+
+def model_refusals(model_config: Any) -> list[str]:
+    """What a model needs that blocks cannot give; each with what is served."""
+    found = []
+    hf = getattr(model_config, "hf_text_config", None) or model_config.hf_config
+    kind = getattr(model_config, "attention_arch", None)
+    if kind is not None and kind.name != "MHA":
+        found.append(f"attention {kind.name} cannot be served (choose an MHA or GQA model)")
+    if getattr(model_config, "is_hybrid_swa", False):
+        found.append("sliding-window layers cannot be served (choose a model without them)")
+    if getattr(model_config, "is_encoder_decoder", False):
+        found.append("encoder-decoder models cannot be served (choose a decoder-only model)")
+    if getattr(hf, "attn_logit_softcapping", None):
+        found.append("capped attention logits cannot be served (choose a model without them)")
+    v_head_dim = getattr(model_config, "v_head_dim", model_config.head_dim)
+    if v_head_dim not in (None, model_config.head_dim):
+        found.append(f"head_dim {model_config.head_dim} for K and {v_head_dim} for V must be equal")
+    return found
+
+
+# ---- hooks --------------------------------------------------------------------------------------
+
+
+def _ours(batch: Any) -> bool:
+    from hs_runtime.pool.radix_cache import HieraRadixCache
+
+    return isinstance(batch.tree_cache, HieraRadixCache)
+
+
+def _build_pool(orig: Callable[..., Any], self: Any, **kw: Any) -> Any:
+    from hs_runtime.pool.kv_pool import HieraKVPool
+
+    if problems := model_refusals(self.model_config):
+        raise StartupRefused("; ".join(problems))
+    kw["mha_pool_class"] = HieraKVPool
+    return orig(self, **kw)
+
+
+def _build_allocator(orig: Callable[..., Any], self: Any, **kw: Any) -> Any:
+    from sglang.srt.runtime_context import get_schedule
+
+    from hs_runtime.pool.allocator import HieraAllocator
+
+    if kw.get("token_to_kv_pool_allocator") is not None:
+        return orig(self, **kw)
+    return HieraAllocator(
+        kw["sizes"].max_total_num_tokens,
+        page_size=get_schedule().page_size,
+        dtype=self.kv_cache_dtype,
+        device=self.device,
+        kvcache=kw["token_to_kv_pool"],
+        need_sort=False,
+    )
+
+
+def _resolve_memory(orig: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """SGLang's profile says how many dense tokens fit; the arena gets those bytes, and page ids are
+    made for what they hold when all is sparse."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from hs_runtime.pool.kv_pool import HieraKVPool, block_format, size_pool
+
+    config = orig(self, *args)
+    runtime = RuntimeConfig.from_env()
+    fmt = block_format(self.model_config.head_dim, self.kv_cache_dtype)
+    tokens = config.max_total_num_tokens
+    if runtime.kv_cache_bytes:
+        heads = self.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+        layers = self.layer_info.num_effective_layers
+        per_page = 2 * fmt.dense_bytes * heads * layers
+        tokens = min(tokens, runtime.kv_cache_bytes // per_page * 64)
+    constants = runtime.constants
+    spare = (constants.window + 2 * constants.segment) // 64 * config.max_running_requests
+    size = size_pool(fmt, tokens, spare_pages=spare)
+    HieraKVPool.next_size = size
+    config.max_total_num_tokens = size.pages * 64
+    return config
+
+
+def _init_req(orig: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> None:
+    from hs_runtime.scheduler.request_slots import attach_policy
+
+    orig(self, *args, **kw)
+    config = RuntimeConfig.from_env()
+    attach_policy(self, config.default_policy, config.constants)
+
+
+def _prepare_for_extend(orig: Callable[..., Any], self: Any) -> Any:
+    result = orig(self)
+    if _ours(self):
+        self.tree_cache.plan_extend(self)
+    return result
+
+
+def _prepare_for_decode(orig: Callable[..., Any], self: Any) -> Any:
+    if not _ours(self):
+        return orig(self)
+    self.tree_cache.convert_due(self)
+    result = orig(self)
+    self.tree_cache.plan_decode(self)
+    return result
+
+
+def _check_decode_mem(orig: Callable[..., Any], self: Any, selected_indices: Any = None) -> bool:
+    if not _ours(self):
+        return bool(orig(self, selected_indices))
+    chosen = range(len(self.reqs)) if selected_indices is None else selected_indices
+    return bool(self.tree_cache.step_fits([self.reqs[i] for i in chosen]))
+
+
+def _retract_decode(orig: Callable[..., Any], self: Any, server_args: Any) -> Any:
+    if not _ours(self):
+        return orig(self, server_args)
+    return self.tree_cache.retract_decode(self, server_args)
+
+
+def _get_new_batch_prefill(orig: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
+    plan = orig(self, *args, **kw)
+    retracted = getattr(self.tree_cache, "retracted_replays", None)
+    while retracted:
+        self._add_request_to_queue(retracted.pop(), is_retracted=True)
+    return plan
+
+
+def _init_max_new(orig: Callable[..., Any], self: Any, req: Any) -> Any:
+    result = orig(self, req)
+    limit = getattr(self.tree_cache, "limit_new_tokens", None)
+    if limit is not None:
+        limit(req)
+    return result
+
+
+def _validate_length(orig: Callable[..., Any], req: Any, *args: Any, **kw: Any) -> str | None:
+    error: str | None = getattr(req, "hs_error", None) or orig(req, *args, **kw)
+    return error
+
+
+def _on_idle(result: Any, self: Any, *args: Any, **kw: Any) -> Any:
+    check = getattr(self.tree_cache, "check_idle", None)
+    if check is not None:
+        check()
+    return result
+
+
+def _default_server_args(self: Any, *args: Any, **kw: Any) -> None:
+    """Before SGLang resolves its arguments: our backend implies our prefix cache."""
+    if self.attention_backend == BACKEND_NAME and not self.radix_cache_backend:
+        self.radix_cache_backend = BACKEND_NAME
+
+
+def _check_server_args(result: Any, self: Any, *args: Any, **kw: Any) -> Any:
+    if self.attention_backend != BACKEND_NAME:
+        if is_published():
+            raise StartupRefused(
+                f"--attention-backend {self.attention_backend!r} cannot be served by hs-runtime "
+                f"(leave it out: it is {BACKEND_NAME})"
+            )
+        return result
+    problems = refusals_of(self) + environment_refusals()
+    if problems:
+        raise StartupRefused("; ".join(problems))
+    return result
+
+
+def _no_fused_write(*args: Any, **kw: Any) -> bool:
+    return False  # the RoPE kernel would write K and V at virtual token slots
+
+
+def _support_triton(orig: Callable[..., Any], backend: str) -> bool:
+    """SGLang decides by the backend's name; what matters is the device."""
+    import torch
+
+    return bool(orig(backend)) and (backend != BACKEND_NAME or torch.cuda.is_available())
+
+
+def _hooks() -> dict[str, tuple[str, Any]]:
+    """Target -> (type, hook). The start-up check demands every one of them."""
+    from hs_runtime.scheduler.prefill_adder import HieraPrefillAdder
+
+    root = "sglang.srt."
+    configurator = root + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+    batch = root + "managers.schedule_batch.ScheduleBatch."
+    scheduler = root + "managers.scheduler.Scheduler."
+    return {
+        _SERVER_ARGS + "__post_init__": ("BEFORE", _default_server_args),
+        _SERVER_ARGS + "check_server_args": ("AFTER", _check_server_args),
+        configurator + "_build_mha_kv_pool": ("AROUND", _build_pool),
+        configurator + "_build_token_to_kv_pool_allocator": ("AROUND", _build_allocator),
+        configurator + "_resolve_memory_pool_config": ("AROUND", _resolve_memory),
+        root + "managers.schedule_batch.Req.__init__": ("AROUND", _init_req),
+        batch + "prepare_for_extend": ("AROUND", _prepare_for_extend),
+        batch + "prepare_for_decode": ("AROUND", _prepare_for_decode),
+        batch + "check_decode_mem": ("AROUND", _check_decode_mem),
+        batch + "retract_decode": ("AROUND", _retract_decode),
+        root + "managers.schedule_policy.PrefillAdder": ("REPLACE", HieraPrefillAdder),
+        scheduler + "get_new_batch_prefill": ("AROUND", _get_new_batch_prefill),
+        scheduler + "init_req_max_new_tokens": ("AROUND", _init_max_new),
+        scheduler + "on_idle": ("AFTER", _on_idle),
+        root + "managers.utils.validate_input_length": ("AROUND", _validate_length),
+        root + "models.utils.enable_fused_set_kv_buffer": ("REPLACE", _no_fused_write),
+        root + "utils.common.support_triton": ("AROUND", _support_triton),
+    }
+
+
+REQUIRED_HOOKS: tuple[str, ...] = ()
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
+
+
+def register() -> None:
+    """Entry point of the plugin group `sglang.srt.plugins`; runs once in every SGLang process.
+
+    Without a published configuration (a stock `sglang serve` in the same environment) only names
+    are registered and nothing of SGLang is hooked.
+    """
+    global REQUIRED_HOOKS
+    import sglang
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    if sglang.__version__ != SGLANG_VERSION:
+        raise StartupRefused(
+            f"SGLang {sglang.__version__} cannot be served (install {SGLANG_VERSION})"
+        )
+    register_attention_backend(BACKEND_NAME)(create_backend)
+    add_attention_backend_choices([BACKEND_NAME])
+    register_radix_cache_backend(BACKEND_NAME, create_radix_cache)
+    if not is_published():
+        return
+    hooks = _hooks()
+    for target, (kind, hook) in hooks.items():
+        HookRegistry.register(target, hook, HookType[kind])
+    REQUIRED_HOOKS = tuple(hooks)
+
+
+def verify() -> None:
+    """Raises StartupRefused with the name of everything that did not take."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if BACKEND_NAME not in ATTENTION_BACKENDS:
+        raise StartupRefused(
+            "the hierasparse plugin is not loaded: install this project in the environment of "
+            "SGLang, and let SGLANG_PLUGINS name hierasparse or be unset"
+        )
+    if not REQUIRED_HOOKS:
+        raise StartupRefused(
+            "the hierasparse plugin has no configuration: start the server with `hs-runtime serve`"
+        )
+    missing = [target for target in REQUIRED_HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise StartupRefused(f"hooks did not apply: {', '.join(missing)}")
+
+
+# ---- factories ----------------------------------------------------------------------------------
+
+
+def create_backend(runner: Any) -> Any:
+    """The attention backend, after the checks of everything it depends on."""
+    from hs_runtime.attention.backend import HieraAttnBackend
+    from hs_runtime.compression import Compressor
+    from hs_runtime.policies.pruner import build_pruner
+    from hs_runtime.pool.allocator import HieraAllocator
+    from hs_runtime.pool.kv_pool import HieraKVPool
+
+    verify()
+    problems = refusals_of(runner.server_args)
+    if not isinstance(runner.token_to_kv_pool, HieraKVPool):
+        problems.append(f"the KV pool is {type(runner.token_to_kv_pool).__name__}, not HieraKVPool")
+    if not isinstance(runner.token_to_kv_pool_allocator, HieraAllocator):
+        name = type(runner.token_to_kv_pool_allocator).__name__
+        problems.append(f"the allocator is {name}, not HieraAllocator")
+    if problems:
+        raise StartupRefused("; ".join(problems))
+    constants = RuntimeConfig.from_env().constants
+    if constants.anchor != "segment":
+        raise StartupRefused("anchor 'chunk' cannot be served yet (choose segment)")
+    pool = runner.token_to_kv_pool
+    compressor = Compressor(pool.block_pool, build_pruner(constants.pruner))
+    logger.info("hierasparse serves with %s", constants.to_json())
+    return HieraAttnBackend(pool, runner.req_to_token_pool, compressor)
+
+
+def create_radix_cache(context: Any) -> Any:
+    from hs_runtime.pool.radix_cache import HieraRadixCache
+
+    verify()
+    context.params.disable = context.disable_radix_cache
+    config = RuntimeConfig.from_env()
+    return HieraRadixCache(context.params, config.constants, check=config.check_integrity)
+
+
+@functools.cache
+def refusal_table() -> Sequence[dict[str, str]]:
+    """The refusals for people: option, reason, legal alternative."""
+    return tuple(
+        {"option": "--" + r.option.replace("_", "-"), "reason": r.reason, "legal": r.legal}
+        for r in REFUSALS
+    )
