@@ -244,6 +244,12 @@ class GenerateFields(_Fields):
     extra_key: Key | None = None
 
 
+FIELD_NAMES = frozenset(
+    name
+    for schema in (ChatFields, CompletionFields, GenerateFields, NativeSampling, StreamOptions)
+    for name in schema.model_fields
+)
+
 _TEXT_ONLY = "this server serves text"
 _ONE_HOST = "this server places requests itself"
 _INTERNAL = "it exposes the server's internals"
@@ -413,9 +419,9 @@ def malformed_fields(error: ValidationError) -> ApiError:
     """The first thing that is wrong, by the field's name as the client knows it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"]]
-    # Inside unions the path goes on with names of types, which mean nothing to a client.
-    known = [part for part in path if part.isdigit() or re.fullmatch(r"[a-z_]{1,64}", part)]
-    param = ".".join(known[: 1 if len(known) < 2 or not known[1].isdigit() else 2]) or path[0][:64]
+    # Inside unions the path also names types, which mean nothing to a client.
+    param = ".".join(part for part in path if part in FIELD_NAMES or part.isdigit())
+    param = param or path[0][:64]
     if first["type"] == "extra_forbidden":
         name = path[-1][:64]
         return ApiError(400, f"unknown field {name!r}", param, "unknown_field")
