@@ -1,7 +1,13 @@
 """The only door to the kernels: checks shapes, then dispatches on the device of the arena.
 
-CPU tensors go to `reference`. Nothing falls back silently: a device without kernels is an error.
+CPU tensors go to `reference`, CUDA tensors to the custom ops of `cuda`, which compile csrc on first
+use. Nothing falls back silently: a device without kernels is an error.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,12 +16,25 @@ from hs_kernels import reference
 from hs_kernels.block_format import BlockFormat, Side
 from hs_kernels.reference import PrefillPlan
 
+if TYPE_CHECKING:
+    from hs_kernels.cuda import DecodeWorkspace
+
 __all__ = [
     "PrefillPlan",
+    "assign_refs",
+    "block_losses",
     "compress_blocks",
+    "copy_slots",
     "decode_attention",
+    "decode_workspace",
     "merge_states",
+    "permute_channels",
+    "plan_decode",
     "prefill_attention",
+    "rank_blocks",
+    "store_blocks",
+    "store_tokens",
+    "update_refs",
 ]
 
 
@@ -30,23 +49,88 @@ def compress_blocks(
 ) -> None:
     """Prune blocks [N, Hkv, 64, D] and pack them into sparse slots of the arena.
 
-    `slots` int32 [N, Hkv] are sparse slot numbers; every (slot, head) may appear once. `keep` (bool,
-    shaped as blocks) is the element mask, by default the two largest |x| of four; `values` (as
+    `slots` int32 [N, Hkv] are sparse slot numbers; every (slot, head) may appear once. `keep`
+    (bool, shaped as blocks) is the element mask, by default the two largest |x| of four; `values` (as
     blocks) are stored in place of the blocks. Mutates the arena uint8 [bytes].
     """
-    _check(
-        blocks.dim() == 4 and tuple(blocks.shape[2:]) == (fmt.block_size, fmt.head_dim),
-        f"blocks are {list(blocks.shape)}, not [N, Hkv, {fmt.block_size}, {fmt.head_dim}]",
-    )
-    _check(blocks.dtype == fmt.torch_dtype, f"blocks are {blocks.dtype}, not {fmt.torch_dtype}")
-    _check(
-        slots.shape == blocks.shape[:2],
-        f"slots are {list(slots.shape)}, not {list(blocks.shape[:2])}",
-    )
+    _check_blocks(blocks, slots, fmt, "slots")
     _check_arena(arena)
     _check_devices(arena, blocks=blocks, slots=slots)
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        if values is not None and keep is None:
+            keep = reference.keep_2_4(blocks, side)  # of the blocks, not of what is stored
+        stored = blocks if values is None else values.to(fmt.torch_dtype)
+        cuda.store_blocks(stored, int(side), arena, slots, -1, keep, None, None)
+        return
     _require_cpu("compress_blocks", arena)
     reference.compress_blocks(blocks, side, arena, slots, fmt, keep, values)
+
+
+def store_blocks(blocks: Tensor, side: Side, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
+    """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say.
+
+    That is: pruned by magnitude and packed, or dense; a block whose ref is 0 is left out. Blocks may be any view with adjacent channels, so
+    that a chunk's own K and V need no copy. Mutates the arena.
+    """
+    _check_blocks(blocks, refs, fmt, "refs")
+    _check_arena(arena)
+    _check_devices(arena, blocks=blocks, refs=refs)
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        cuda.store_blocks(blocks, int(side), arena, refs, 1, None, None, None)
+        return
+    _require_cpu("store_blocks", arena)
+    heads = blocks.shape[1]
+    n, head = (refs > 0).nonzero(as_tuple=True)
+    reference.dense_slots(arena, fmt, heads)[refs[n, head].long(), head] = blocks[n, head]
+    n, head = (refs < 0).nonzero(as_tuple=True)
+    if n.numel():
+        raw = reference.pack_blocks(blocks[n, head], side, fmt)
+        reference.sparse_slots(arena, fmt, heads)[-refs[n, head].long(), head] = raw
+
+
+def block_losses(
+    blocks: Tensor,
+    side: Side,
+    fmt: BlockFormat,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """f32 [N, Hkv]: the magnitude that each of blocks [N, Hkv, 64, D] loses when it is pruned.
+
+    `keep` (bool, as blocks) is the element mask, by default the two largest of four; `weights` f32
+    [Hkv, D] scale magnitudes by channel, in the choice and in the loss.
+    """
+    _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
+    if blocks.is_cuda:
+        from hs_kernels import cuda
+
+        result: Tensor = cuda.block_losses(blocks, int(side), keep, weights)
+        return result
+    _require_cpu("block_losses", blocks)
+    if weights is not None:
+        scaled = blocks.abs().to(torch.float32) * weights[:, None]
+        return reference.block_losses(scaled, side)
+    return reference.block_losses(blocks, side, keep)
+
+
+def rank_blocks(losses: Tensor) -> Tensor:
+    """int32 [..., C]: how many candidates have a lower loss, or the same and a lower index. The
+    `count` blocks to compress are those of rank below `count`."""
+    if losses.is_cuda:
+        from hs_kernels import cuda
+
+        result: Tensor = cuda.rank_blocks(losses)
+        return result
+    _require_cpu("rank_blocks", losses)
+    order = torch.sort(losses, dim=-1, stable=True).indices
+    places = torch.arange(losses.shape[-1], dtype=torch.int32).expand(losses.shape)
+    return torch.empty_like(places, memory_format=torch.contiguous_format).scatter_(
+        -1, order, places
+    )
 
 
 def decode_attention(
@@ -58,11 +142,14 @@ def decode_attention(
     scale: float,
     fmt: BlockFormat,
     num_splits: int = 1,
+    workspace: DecodeWorkspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query token for each request over its mixed pages.
 
     q [R, Hq, D], refs int32 [2, P, Hkv], page_table int32 [R, max_pages], seq_lens int32 [R].
     Gives out [R, Hq, D] in q's dtype and lse f32 [R, Hq]; an empty sequence gives 0 and -inf.
+    `workspace` was planned for these lengths by `plan_decode` (once for all layers); without one, a
+    CUDA call plans for itself. `num_splits` is the reference's; the device splits by the plan.
     """
     _check_queries(q, refs, fmt)
     _check(
@@ -76,8 +163,70 @@ def decode_attention(
     _check(num_splits >= 1, f"num_splits is {num_splits}")
     _check_arena(arena)
     _check_devices(arena, q=q, refs=refs, page_table=page_table, seq_lens=seq_lens)
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        _check(
+            refs.is_contiguous() and page_table.stride(1) == 1 and seq_lens.is_contiguous(),
+            "refs, rows of the page table and seq_lens must be contiguous",
+        )
+        for name, x in (("page_table", page_table), ("seq_lens", seq_lens)):
+            _check(x.dtype == torch.int32, f"{name} is {x.dtype}, not int32")
+        if workspace is None:
+            workspace = decode_workspace(q.shape[0], q.shape[1], refs.shape[2], fmt, q.device)
+            plan_decode(workspace, refs, page_table, seq_lens)
+        _check(
+            (workspace.q_heads, workspace.heads) == (q.shape[1], refs.shape[2]),
+            f"the workspace is for {workspace.q_heads} query and {workspace.heads} kv heads",
+        )
+        states: tuple[Tensor, Tensor] = cuda.decode_attention(
+            q.contiguous(),
+            arena,
+            refs,
+            page_table,
+            seq_lens,
+            workspace.boundaries,
+            workspace.partials,
+            workspace.states,
+            workspace.arrivals,
+            scale,
+        )
+        return states
     _require_cpu("decode_attention", arena)
     return reference.decode_attention(q, arena, refs, page_table, seq_lens, scale, fmt, num_splits)
+
+
+def decode_workspace(
+    max_rows: int, q_heads: int, heads: int, fmt: BlockFormat, device: torch.device
+) -> DecodeWorkspace:
+    """Buffers of `decode_attention` for up to `max_rows` requests on one CUDA stream."""
+    from hs_kernels import cuda
+
+    return cuda.decode_workspace(max_rows, q_heads, heads, fmt, device)
+
+
+def plan_decode(
+    workspace: DecodeWorkspace, refs: Tensor, page_table: Tensor, seq_lens: Tensor
+) -> None:
+    """Cuts one step's work into equal shares of bytes, on the device: once for all layers.
+
+    `refs` int32 [2, P, Hkv] are those of any one layer, since the counts of sparse blocks are the
+    same in all. Reads nothing on the host, so it may be captured with the step.
+    """
+    from hs_kernels import cuda
+
+    _check(
+        seq_lens.shape[0] <= workspace.costs.shape[0],
+        f"{seq_lens.shape[0]} requests in a workspace for {workspace.costs.shape[0]}",
+    )
+    cuda.plan_decode(
+        refs,
+        page_table,
+        seq_lens,
+        workspace.boundaries,
+        workspace.costs,
+        workspace.pairs_per_row,
+    )
 
 
 def prefill_attention(
@@ -111,13 +260,135 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         outs.shape[:-1] == lses.shape,
         f"outs are {list(outs.shape)} and lses {list(lses.shape)}",
     )
+    if outs.is_cuda:
+        from hs_kernels import cuda
+
+        result: tuple[Tensor, Tensor] = cuda.merge_states(outs, lses)
+        return result
     _require_cpu("merge_states", outs)
     return reference.merge_states(outs, lses)
+
+
+def update_refs(refs: Tensor, index: Tensor, value: Tensor) -> None:
+    """refs.view(-1)[index] = value on the current stream; index int64 [N], each at most once."""
+    _check(refs.is_contiguous(), "refs must be contiguous")
+    _check(index.shape == value.shape, f"{list(index.shape)} places, {list(value.shape)} values")
+    if refs.is_cuda:
+        from hs_kernels import cuda
+
+        cuda.update_refs(refs, index, value)
+        return
+    _require_cpu("update_refs", refs)
+    refs.view(-1)[index] = value
+
+
+def assign_refs(
+    refs: Tensor, pages: Tensor, slots: Tensor, counts: Tensor, ranks: Tensor | None = None
+) -> Tensor:
+    """Point the pages of segments at their slots, by rank; gives the refs int32 [S, C, Hkv].
+
+    refs int32 [P, Hkv] of one layer and side; pages and slots int32 [S, C]; counts int32 [S]: the
+    blocks of rank below it are sparse; ranks int32 [S, Hkv, C] as from `rank_blocks`, by default
+    page order. Slot r of a segment belongs, for each head, to its page of rank r.
+    """
+    if refs.is_cuda:
+        from hs_kernels import cuda
+
+        result: Tensor = cuda.assign_refs(refs, pages, slots, counts, ranks)
+        return result
+    _require_cpu("assign_refs", refs)
+    if ranks is None:
+        shape = (pages.shape[0], refs.shape[1], pages.shape[1])
+        ranks = torch.arange(pages.shape[1], dtype=torch.int32).expand(shape)
+    by_page = ranks.transpose(1, 2).long()  # [S, C, Hkv]
+    slot = slots.gather(1, by_page.flatten(1)).view(by_page.shape)
+    assigned = torch.where(by_page < counts[:, None, None], -slot, slot)
+    refs[pages.long()] = assigned
+    return assigned
+
+
+def copy_slots(arenas: Sequence[Tensor], source: Tensor, target: Tensor, slot_bytes: int) -> None:
+    """In every arena uint8 [bytes], copy slots `source` onto `target` (int32 [N]), slot_bytes each.
+
+    Slots count in units of slot_bytes: heads * dense_bytes or heads * sparse_bytes. No slot may be
+    both read and written. Must stay out of a CUDA graph.
+    """
+    if not arenas or not source.numel():
+        return
+    if arenas[0].is_cuda:
+        from hs_kernels import cuda
+
+        addresses = torch.tensor([a.data_ptr() for a in arenas], dtype=torch.int64)
+        cuda.copy_slots(addresses.to(arenas[0].device), source, target, slot_bytes)
+        return
+    for arena in arenas:
+        _require_cpu("copy_slots", arena)
+        slots = arena[: arena.numel() // slot_bytes * slot_bytes].view(-1, slot_bytes)
+        slots[target.long()] = slots[source.long()]
+
+
+def store_tokens(
+    tokens: Tensor, arena: Tensor, refs: Tensor, locations: Tensor, fmt: BlockFormat
+) -> None:
+    """Write tokens [T, Hkv, D] into the dense blocks of their pages.
+
+    refs int32 [P, Hkv] of one layer and side; locations int64 [T], page * 64 + offset. A token
+    whose block is not dense, such as the padding of a captured batch on page 0, is dropped.
+    """
+    _check(
+        tokens.dim() == 3 and tokens.shape[2] == fmt.head_dim,
+        f"tokens are {list(tokens.shape)}, not [T, Hkv, {fmt.head_dim}]",
+    )
+    _check(tokens.dtype == fmt.torch_dtype, f"tokens are {tokens.dtype}, not {fmt.torch_dtype}")
+    _check_arena(arena)
+    _check_devices(arena, tokens=tokens, refs=refs, locations=locations)
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        cuda.store_tokens(tokens, arena, refs, locations)
+        return
+    _require_cpu("store_tokens", arena)
+    ref = refs[locations // fmt.block_size]
+    t, head = (ref > 0).nonzero(as_tuple=True)
+    dense = reference.dense_slots(arena, fmt, tokens.shape[1])
+    dense[ref[t, head].long(), head, locations[t] % fmt.block_size] = tokens[t, head]
+
+
+def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
+    """x [T, H, D] with channel c of head h taken from channel permutation[h * Hp / H, c].
+
+    permutation int32 [Hp, D] for kv heads; H is a multiple of Hp (query heads share their kv
+    head's).
+    """
+    _check(
+        x.shape[1] % permutation.shape[0] == 0 and x.shape[2] == permutation.shape[1],
+        f"x {list(x.shape)} does not fit permutation {list(permutation.shape)}",
+    )
+    if x.is_cuda:
+        from hs_kernels import cuda
+
+        result: Tensor = cuda.permute_channels(x, permutation)
+        return result
+    _require_cpu("permute_channels", x)
+    group = x.shape[1] // permutation.shape[0]
+    return x.gather(2, permutation.long().repeat_interleave(group, 0).expand(x.shape))
 
 
 def _check(claim: bool, otherwise: str) -> None:
     if not claim:
         raise ValueError(otherwise)
+
+
+def _check_blocks(blocks: Tensor, of_blocks: Tensor, fmt: BlockFormat, name: str) -> None:
+    _check(
+        blocks.dim() == 4 and tuple(blocks.shape[2:]) == (fmt.block_size, fmt.head_dim),
+        f"blocks are {list(blocks.shape)}, not [N, Hkv, {fmt.block_size}, {fmt.head_dim}]",
+    )
+    _check(blocks.dtype == fmt.torch_dtype, f"blocks are {blocks.dtype}, not {fmt.torch_dtype}")
+    _check(
+        of_blocks.shape == blocks.shape[:2],
+        f"{name} are {list(of_blocks.shape)}, not {list(blocks.shape[:2])}",
+    )
 
 
 def _check_queries(q: Tensor, refs: Tensor, fmt: BlockFormat) -> None:

@@ -1,0 +1,402 @@
+"""The kernels of csrc as torch custom ops: shapes are checked in `ops`, memory is allocated here.
+
+Every op launches on the current stream and synchronises nothing, so all of them may be captured.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hs_kernels import build
+from hs_kernels.block_format import BlockFormat, Side
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+
+# Argument types of the C interface, in order; the last pointer is the stream.
+_SIGNATURES: dict[str, list[type]] = {
+    "hs_decode_columns": [_I, _I],
+    "hs_decode_plan": [*5 * [_P], *6 * [_I], _P],
+    "hs_decode_attention": [_I, _I, _P, _P, _L, *9 * [_P], *6 * [_I], _F, _P],
+    "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _P, _P, _I, _I, _P],
+    "hs_rank_blocks": [_P, _P, _I, _I, _P],
+    "hs_update_refs": [_P, _P, _P, _L, _P],
+    "hs_assign_refs": [*6 * [_P], *3 * [_I], _P],
+    "hs_copy_slots": [_P, _P, _P, _I, _I, _L, _P],
+    "hs_store_tokens": [_P, _L, _L, _P, _P, _P, *3 * [_I], _P],
+    "hs_merge_states": [*4 * [_P], _I, _L, _I, _P],
+    "hs_permute_channels": [_I, _P, _L, _P, _L, _P, _L, _I, _I, _P],
+}
+_DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1}
+MAGNITUDE, WEIGHTED, GIVEN = 0, 1, 2  # rules of hs_store_blocks
+
+
+class KernelError(RuntimeError):
+    """A launch that CUDA refused."""
+
+
+@cache
+def _library(device: int) -> ctypes.CDLL:
+    return build.load(build.target_of(torch.cuda.get_device_capability(device)))
+
+
+@cache
+def symbol(device: int, name: str) -> "ctypes._NamedFuncPointer":
+    """A function of the library for this device, with its argument types."""
+    function: ctypes._NamedFuncPointer = getattr(_library(device), name)
+    function.argtypes = _SIGNATURES[name]
+    function.restype = ctypes.c_int
+    return function
+
+
+def launch(device: torch.device, name: str, *arguments: int | float | None) -> None:
+    """Calls a launcher on the current stream of the device; raises KernelError on a CUDA error."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        stream = torch.cuda.current_stream(index).cuda_stream
+        code = symbol(index, name)(*arguments, stream)
+    if code != 0:
+        reason = _library(index).hs_error_string(code).decode()
+        raise KernelError(f"{name}: {reason} (CUDA error {code})")
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    if dtype not in _DTYPE_CODES:
+        raise TypeError(f"the kernels take float16 and bfloat16, not {dtype}")
+    return _DTYPE_CODES[dtype]
+
+
+# --- decode -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Buffers of `decode_attention` on one stream; their addresses never change.
+
+    boundaries  int32 [ctas + 1, 8]         the work list of the step, written by `plan_decode`
+    costs       int32 [max_rows]            relative bytes of each request
+    partials    f32 [2 * ctas, columns, D]  results of shares that end inside a (request, head)
+    states      f32 [2 * ctas, columns, 2]  their maximum and sum
+    arrivals    int32 [ctas]                zero between launches
+    """
+
+    boundaries: Tensor
+    costs: Tensor
+    partials: Tensor
+    states: Tensor
+    arrivals: Tensor
+    q_heads: int
+    heads: int
+
+    @property
+    def ctas(self) -> int:
+        return self.arrivals.shape[0]
+
+    @property
+    def pairs_per_row(self) -> int:
+        group, columns = self.q_heads // self.heads, self.partials.shape[1]
+        return self.heads * -(-group // columns)
+
+
+def decode_workspace(
+    max_rows: int, q_heads: int, heads: int, fmt: BlockFormat, device: torch.device
+) -> DecodeWorkspace:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # One CTA of the bulk-copy kernel fills an SM; of the smaller rings of sm_8x, two fit.
+    bulk = torch.cuda.get_device_capability(index) == (9, 0)
+    processors = torch.cuda.get_device_properties(index).multi_processor_count
+    ctas = processors if bulk else 2 * processors
+    columns = symbol(index, "hs_decode_columns")(fmt.head_dim, q_heads // heads)
+
+    def buffer(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return DecodeWorkspace(
+        boundaries=buffer(torch.int32, ctas + 1, 8),
+        costs=buffer(torch.int32, max(1, max_rows)),
+        partials=buffer(torch.float32, 2 * ctas, columns, fmt.head_dim),
+        states=buffer(torch.float32, 2 * ctas, columns, 2),
+        arrivals=buffer(torch.int32, ctas),
+        q_heads=q_heads,
+        heads=heads,
+    )
+
+
+@torch.library.custom_op("hierasparse::plan_decode", mutates_args=("boundaries", "costs"))
+def plan_decode(
+    refs: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    boundaries: Tensor,
+    costs: Tensor,
+    pairs_per_row: int,
+) -> None:
+    launch(
+        refs.device,
+        "hs_decode_plan",
+        *map(pointer, (refs, page_table, seq_lens, costs, boundaries)),
+        *(seq_lens.shape[0], refs.shape[1], refs.shape[2], pairs_per_row),
+        *(page_table.stride(0), boundaries.shape[0] - 1),
+    )
+
+
+@plan_decode.register_fake
+def _(
+    refs: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    boundaries: Tensor,
+    costs: Tensor,
+    pairs_per_row: int,
+) -> None:
+    return None
+
+
+@torch.library.custom_op(
+    "hierasparse::decode_attention", mutates_args=("partials", "states", "arrivals")
+)
+def decode_attention(
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    boundaries: Tensor,
+    partials: Tensor,
+    states: Tensor,
+    arrivals: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    launch(
+        q.device,
+        "hs_decode_attention",
+        *(dtype_code(q.dtype), q.shape[2], q.data_ptr(), arena.data_ptr(), arena.numel()),
+        *map(pointer, (refs, page_table, seq_lens, boundaries, partials, states, arrivals)),
+        *(out.data_ptr(), lse.data_ptr()),
+        *(q.shape[0], refs.shape[1], refs.shape[2], q.shape[1] // refs.shape[2]),
+        *(page_table.stride(0), arrivals.shape[0], scale),
+    )
+    return out, lse
+
+
+@decode_attention.register_fake
+def _(
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    boundaries: Tensor,
+    partials: Tensor,
+    states: Tensor,
+    arrivals: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+# --- compression --------------------------------------------------------------------------------
+
+
+def _loadable(blocks: Tensor) -> Tensor:
+    """The same values with channels adjacent and every row on 16 bytes."""
+    aligned = blocks.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in blocks.stride()[:-1])
+    return blocks if blocks.stride(-1) == 1 and aligned else blocks.contiguous()
+
+
+@torch.library.custom_op("hierasparse::store_blocks", mutates_args=("arena", "means"))
+def store_blocks(
+    blocks: Tensor,
+    side: int,
+    arena: Tensor,
+    refs: Tensor,
+    ref_sign: int,
+    keep: Tensor | None,
+    weights: Tensor | None,
+    means: Tensor | None,
+) -> None:
+    _store(blocks, side, arena, refs, ref_sign, keep, weights, means, None)
+
+
+@store_blocks.register_fake
+def _(
+    blocks: Tensor,
+    side: int,
+    arena: Tensor,
+    refs: Tensor,
+    ref_sign: int,
+    keep: Tensor | None,
+    weights: Tensor | None,
+    means: Tensor | None,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("hierasparse::block_losses", mutates_args=())
+def block_losses(blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None) -> Tensor:
+    losses = torch.empty(blocks.shape[:2], dtype=torch.float32, device=blocks.device)
+    _store(blocks, side, None, None, 1, keep, weights, None, losses)
+    return losses
+
+
+@block_losses.register_fake
+def _(blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None) -> Tensor:
+    return blocks.new_empty(blocks.shape[:2], dtype=torch.float32)
+
+
+def _store(
+    blocks: Tensor,
+    side: int,
+    arena: Tensor | None,
+    refs: Tensor | None,
+    ref_sign: int,
+    keep: Tensor | None,
+    weights: Tensor | None,
+    means: Tensor | None,
+    losses: Tensor | None,
+) -> None:
+    if keep is not None and weights is not None:
+        raise ValueError("keep and weights are two rules; a block has one")
+    if means is not None and side != Side.V:
+        raise ValueError("only V has block means")
+    blocks = _loadable(blocks)
+    keep = None if keep is None else keep.contiguous()
+    refs = None if refs is None else refs.contiguous()
+    rule = GIVEN if keep is not None else WEIGHTED if weights is not None else MAGNITUDE
+    launch(
+        blocks.device,
+        "hs_store_blocks",
+        *(dtype_code(blocks.dtype), blocks.shape[3], side, rule, blocks.data_ptr()),
+        *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
+        *map(pointer, (keep, weights, arena, refs)),
+        *(ref_sign, pointer(means), pointer(losses), blocks.shape[0], blocks.shape[1]),
+    )
+
+
+@torch.library.custom_op("hierasparse::rank_blocks", mutates_args=())
+def rank_blocks(losses: Tensor) -> Tensor:
+    losses = losses.contiguous()
+    ranks = torch.empty(losses.shape, dtype=torch.int32, device=losses.device)
+    candidates = losses.shape[-1]
+    rows = losses.numel() // candidates if candidates else 0
+    launch(losses.device, "hs_rank_blocks", losses.data_ptr(), ranks.data_ptr(), rows, candidates)
+    return ranks
+
+
+@rank_blocks.register_fake
+def _(losses: Tensor) -> Tensor:
+    return losses.new_empty(losses.shape, dtype=torch.int32)
+
+
+# --- refs and slots -----------------------------------------------------------------------------
+
+
+@torch.library.custom_op("hierasparse::update_refs", mutates_args=("refs",))
+def update_refs(refs: Tensor, index: Tensor, value: Tensor) -> None:
+    launch(refs.device, "hs_update_refs", *map(pointer, (refs, index, value)), index.numel())
+
+
+@update_refs.register_fake
+def _(refs: Tensor, index: Tensor, value: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("hierasparse::assign_refs", mutates_args=("refs",))
+def assign_refs(
+    refs: Tensor, pages: Tensor, slots: Tensor, counts: Tensor, ranks: Tensor | None
+) -> Tensor:
+    segments, candidates = pages.shape
+    heads = refs.shape[1]
+    assigned = torch.empty((segments, candidates, heads), dtype=torch.int32, device=refs.device)
+    launch(
+        refs.device,
+        "hs_assign_refs",
+        *map(pointer, (refs, pages, slots, counts, ranks, assigned)),
+        *(segments, candidates, heads),
+    )
+    return assigned
+
+
+@assign_refs.register_fake
+def _(refs: Tensor, pages: Tensor, slots: Tensor, counts: Tensor, ranks: Tensor | None) -> Tensor:
+    return refs.new_empty((*pages.shape, refs.shape[1]))
+
+
+def copy_slots(addresses: Tensor, source: Tensor, target: Tensor, slot_bytes: int) -> None:
+    """Not a custom op: what it changes is known only by address (int64 [layers])."""
+    launch(
+        addresses.device,
+        "hs_copy_slots",
+        *map(pointer, (addresses, source, target)),
+        *(source.shape[0], addresses.shape[0], slot_bytes),
+    )
+
+
+@torch.library.custom_op("hierasparse::store_tokens", mutates_args=("arena",))
+def store_tokens(tokens: Tensor, arena: Tensor, refs: Tensor, locations: Tensor) -> None:
+    size = tokens.element_size()
+    tokens = _loadable(tokens)
+    launch(
+        tokens.device,
+        "hs_store_tokens",
+        *(tokens.data_ptr(), tokens.stride(0) * size, tokens.stride(1) * size),
+        *map(pointer, (arena, refs, locations)),
+        *(tokens.shape[0], tokens.shape[1], tokens.shape[2] * size),
+    )
+
+
+@store_tokens.register_fake
+def _(tokens: Tensor, arena: Tensor, refs: Tensor, locations: Tensor) -> None:
+    return None
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("hierasparse::merge_states", mutates_args=())
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    outs, lses = outs.to(torch.float32).contiguous(), lses.to(torch.float32).contiguous()
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    launch(
+        outs.device,
+        "hs_merge_states",
+        *map(pointer, (outs, lses, out, lse)),
+        *(outs.shape[0], lse.numel(), outs.shape[-1]),
+    )
+    return out, lse
+
+
+@merge_states.register_fake
+def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        outs.new_empty(outs.shape[1:], dtype=torch.float32),
+        lses.new_empty(lses.shape[1:], dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("hierasparse::permute_channels", mutates_args=())
+def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dtype_code(x.dtype)  # elements are moved as 16 bits
+    launch(
+        x.device,
+        "hs_permute_channels",
+        *(x.shape[2], x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
+        *(permutation.data_ptr(), x.shape[0], x.shape[1], x.shape[1] // permutation.shape[0]),
+    )
+    return out
+
+
+@permute_channels.register_fake
+def _(x: Tensor, permutation: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
