@@ -50,8 +50,8 @@ def compress_blocks(
     """Prune blocks [N, Hkv, 64, D] and pack them into sparse slots of the arena.
 
     `slots` int32 [N, Hkv] are sparse slot numbers; every (slot, head) may appear once. `keep`
-    (bool, shaped as blocks) is the element mask, by default the two largest |x| of four; `values` (as
-    blocks) are stored in place of the blocks. Mutates the arena uint8 [bytes].
+    (bool, shaped as blocks) is the element mask, by default the two largest |x| of four; `values`
+    (as blocks) are stored in place of the blocks. Mutates the arena uint8 [bytes].
     """
     _check_blocks(blocks, slots, fmt, "slots")
     _check_arena(arena)
@@ -71,8 +71,9 @@ def compress_blocks(
 def store_blocks(blocks: Tensor, side: Side, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
     """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say.
 
-    That is: pruned by magnitude and packed, or dense; a block whose ref is 0 is left out. Blocks may be any view with adjacent channels, so
-    that a chunk's own K and V need no copy. Mutates the arena.
+    A negative ref: pruned by magnitude and packed. A positive one: dense. 0: left out. Blocks may
+    be any view with adjacent channels, so that a chunk's own K and V need no copy. Mutates the
+    arena.
     """
     _check_blocks(blocks, refs, fmt, "refs")
     _check_arena(arena)
