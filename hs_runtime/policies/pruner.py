@@ -86,9 +86,9 @@ def dropped_norm(blocks: Tensor, side: int) -> Tensor:
     """
     *batch, tokens, channels = blocks.shape
     if side == K_SIDE:
-        a, b, c, d = blocks.abs().view(*batch, tokens, channels // 4, 4).unbind(-1)
+        a, b, c, d = blocks.abs().reshape(*batch, tokens, channels // 4, 4).unbind(-1)
     else:
-        a, b, c, d = blocks.abs().view(*batch, tokens // 4, 4, channels).unbind(-2)
+        a, b, c, d = blocks.abs().reshape(*batch, tokens // 4, 4, channels).unbind(-2)
     low, high = torch.minimum(a, b), torch.maximum(a, b)
     other_low, other_high = torch.minimum(c, d), torch.maximum(c, d)
     smallest = torch.minimum(low, other_low)

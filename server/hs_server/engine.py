@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from hs_runtime.config import RuntimeConfig
 from hs_runtime.metrics import exposition
-from hs_runtime.policies import CUSTOM_PARAM, PolicyError, SparsityPolicy, preset
+from hs_runtime.policies import CUSTOM_PARAM, PolicyError, SparsityPolicy
 from hs_server.schemas import CLIENT_GONE, ApiError, malformed_fields
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ REPORT_KEY = "hierasparse"  # in SGLang's meta_info: a list with one JSON text o
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the scheduler says about one finished sequence; blocks of one layer and kv head."""
+    """What the scheduler says about one finished sequence: its blocks of all layers and heads."""
 
     policy: SparsityPolicy
     dense_blocks: int
@@ -40,17 +40,11 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """`policy` is the preset's name or the canonical JSON, as text or as an object."""
+        """Raises PolicyError, KeyError, TypeError or ValueError on anything else than a report."""
         data = json.loads(text)
-        policy = data["policy"]
-        if isinstance(policy, str) and not policy.startswith("{"):
-            value = preset(policy)
-        else:
-            value = SparsityPolicy.from_json(
-                policy if isinstance(policy, str) else json.dumps(policy)
-            )
+        policy = SparsityPolicy.from_json(data["policy"])
         counts = {each.name: int(data[each.name]) for each in fields(cls) if each.name != "policy"}
-        return cls(policy=value, **counts)
+        return cls(policy=policy, **counts)
 
 
 @dataclass(slots=True)
@@ -359,8 +353,3 @@ def _api_error(status: int, message: str) -> ApiError:
         return ApiError(CLIENT_GONE, "the client has left", code="client_gone")
     code = "context_length_exceeded" if "context length" in message else "invalid_value"
     return ApiError(status, message, code=code)
-
-
-def report_json(report: Report) -> str:
-    """What the scheduler writes for `Report.from_json`."""
-    return json.dumps({**asdict(report), "policy": report.policy.to_json()})

@@ -262,6 +262,16 @@ def test_losses_do_not_depend_on_the_batch() -> None:
         assert torch.equal(together, torch.cat([each for each in alone if each is not None]))
 
 
+def test_blocks_need_not_be_contiguous() -> None:
+    blocks = torch.randn(3, 64, 2, 64).transpose(1, 2)  # as they lie in a chunk's K or V
+    for side in (K_SIDE, V_SIDE):
+        strided, packed = (
+            MagnitudePruner().prune(each, side).losses for each in (blocks, blocks.contiguous())
+        )
+        assert strided is not None and packed is not None
+        assert torch.equal(strided, packed)
+
+
 def test_no_losses_are_computed_unless_asked_for() -> None:
     answer = MagnitudePruner().prune(torch.randn(2, 1, 64, 64), K_SIDE, ranked=False)
     assert (answer.keep, answer.values, answer.losses) == (None, None, None)
