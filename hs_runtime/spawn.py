@@ -10,6 +10,7 @@ import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import signal
 import sys
 from types import ModuleType
 from typing import Any
@@ -88,8 +89,16 @@ def _load_plugin() -> None:
     sglang_seam.verify()
 
 
+def _leave_stopping_to_the_server() -> None:
+    """Ctrl-C and service runners signal the whole group; a child that ends first looks like a crash
+    and would cut the drain short. The server kills its children, and they die if it does."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+
+
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Target of the scheduler processes; refuses to run without the plugin."""
+    _leave_stopping_to_the_server()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _load_plugin()
@@ -98,6 +107,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """Target of the detokenizer process."""
+    _leave_stopping_to_the_server()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
