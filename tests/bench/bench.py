@@ -1,0 +1,396 @@
+"""Times the kernels next to the dense ones of other libraries, one JSON line for each case.
+
+    python tests/bench/bench.py --op decode --preset max --batch 8 --length 32768
+    python tests/bench/bench.py --op compress --output tests/bench/results/h200
+
+Baselines are what the machine has: cuDNN through torch, FlashAttention-3 through sgl_kernel (or
+the library given by --fa3-library), FlashInfer. `ours` and `baseline` are microseconds of a layer,
+`ratio` is baseline / ours, `predicted` the same by counting bytes. Data is random, pages are
+shuffled, and calls rotate over enough copies that L2 holds none of them.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from hs_kernels import ops  # noqa: E402
+from hs_kernels.block_format import BlockFormat, Side  # noqa: E402
+from hs_kernels.reference import dense_slots, write_dummy  # noqa: E402
+from tests.support.timing import Timing, time_calls  # noqa: E402
+
+PAGE = 64
+SINK_PAGES, WINDOW_PAGES = 1, 4  # stay dense
+DECODE_CASES = [(1, 32768), (8, 32768), (32, 32768), (1, 131072)]
+SHARES = {
+    "dense": (0.0, 0.0),
+    "light": (0.0, 1.0),
+    "max": (1.0, 1.0),
+    "quarter": (0.25, 0.25),
+    "half": (0.5, 0.5),
+    "three quarters": (0.75, 0.75),
+}
+ROTATED_BYTES = 400 << 20  # more than any L2
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query and kv heads and channels of one layer."""
+
+    q_heads: int = 32
+    heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def fmt(self) -> BlockFormat:
+        return BlockFormat(self.head_dim, "bfloat16")
+
+
+class Report:
+    """Prints lines, and appends them to OUTPUT/<bench>.jsonl if there is an output folder."""
+
+    def __init__(self, output: Path | None) -> None:
+        self.output = output
+        self.versions = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+
+    def add(
+        self,
+        bench: str,
+        case: dict[str, Any],
+        ours: Timing,
+        baselines: dict[str, Timing],
+        predicted: float | None,
+    ) -> None:
+        best = min(baselines, key=lambda name: baselines[name].micros, default=None)
+        base = baselines[best].micros if best else None
+        line = {
+            "bench": bench,
+            "case": case,
+            "unit": "us",
+            "ours": round(ours.micros, 2),
+            "spread": round(ours.spread, 4),
+            "baseline": base and round(base, 2),
+            "baseline_name": best,
+            "ratio": base and round(base / ours.micros, 3),
+            "predicted": predicted and round(predicted, 3),
+            "baselines": {name: round(t.micros, 2) for name, t in baselines.items()},
+            "versions": self.versions,
+            "date": datetime.date.today().isoformat(),
+        }
+        short = {k: line[k] for k in ("ours", "spread", "baseline", "ratio", "predicted")}
+        print(bench, case, short, line["baseline_name"], flush=True)
+        if self.output:
+            self.output.mkdir(parents=True, exist_ok=True)
+            with (self.output / f"{bench}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+# --- the cache of a decode case ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One layer's arena with `copies` batches behind shuffled pages and slots."""
+
+    arena: torch.Tensor
+    refs: torch.Tensor
+    tables: list[torch.Tensor]
+    stored_bytes: int  # of one copy
+
+
+def build_cache(
+    shape: Shape, batch: int, length: int, share: tuple[float, float], copies: int
+) -> Cache:
+    fmt, heads = shape.fmt, shape.heads
+    pages = -(-length // PAGE)
+    total = batch * pages * copies
+    candidate = torch.ones(pages, dtype=torch.bool, device="cuda")
+    candidate[:SINK_PAGES] = candidate[max(0, pages - WINDOW_PAGES) :] = False
+    count = int(candidate.sum())
+    sparse = torch.zeros((2, batch * copies, pages), dtype=torch.bool, device="cuda")
+    for side in Side:
+        rank = torch.rand(batch * copies, count, device="cuda").argsort(-1).argsort(-1)
+        sparse[side][:, candidate] = rank < -(-int(share[side] * 1000) * count // 1000)
+    table = (1 + torch.randperm(total, device="cuda")).view(batch * copies, pages).int()
+
+    num_sparse = int(sparse.sum())
+    num_dense = sparse.numel() - num_sparse
+    dense_supers = 1 + -(-num_dense // fmt.dense_per_superblock)
+    supers = dense_supers + -(-num_sparse // fmt.sparse_per_superblock)
+    dense_free = torch.randperm(num_dense, device="cuda") + fmt.dense_per_superblock
+    sparse_free = (
+        torch.randperm(num_sparse, device="cuda") + dense_supers * fmt.sparse_per_superblock
+    )
+    arena = torch.empty(supers * heads * fmt.superblock_bytes, dtype=torch.uint8, device="cuda")
+    write_dummy(arena, fmt, heads)
+    dense = dense_slots(arena, fmt, heads)
+    dense[: num_dense + fmt.dense_per_superblock].normal_()
+
+    of_page = torch.zeros((2, total + 1), dtype=torch.int32, device="cuda")
+    ref = torch.empty(sparse.shape, dtype=torch.int32, device="cuda")
+    ref[~sparse] = dense_free.int()
+    ref[sparse] = -sparse_free.int()
+    for side in Side:
+        of_page[side][table.flatten().long()] = ref[side].flatten()
+        mine = ref[side][sparse[side]]
+        for chunk in mine.split(2048):
+            blocks = torch.randn(
+                (len(chunk), heads, PAGE, shape.head_dim), dtype=torch.bfloat16, device="cuda"
+            )
+            ops.store_blocks(blocks, side, arena, chunk[:, None].expand(-1, heads), fmt)
+    write_dummy(arena, fmt, heads)
+    refs = of_page[:, :, None].expand(-1, -1, heads).contiguous()
+    stored = heads * (num_dense * fmt.dense_bytes + num_sparse * fmt.sparse_bytes) // copies
+    return Cache(arena, refs, list(table.view(copies, batch, pages)), stored)
+
+
+def decode_calls(shape: Shape, cache: Cache, batch: int, length: int) -> tuple[list[Call], Call]:
+    """Attention over each copy, and the plan of one."""
+    q = torch.randn((batch, shape.q_heads, shape.head_dim), device="cuda").bfloat16()
+    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    workspace = ops.decode_workspace(batch, shape.q_heads, shape.heads, shape.fmt, q.device)
+    scale = shape.head_dim**-0.5
+    ops.plan_decode(workspace, cache.refs, cache.tables[0], lens)
+
+    def call(table: torch.Tensor) -> Call:
+        return lambda: ops.decode_attention(
+            q, cache.arena, cache.refs, table, lens, scale, shape.fmt, workspace=workspace
+        )
+
+    def plan() -> None:
+        ops.plan_decode(workspace, cache.refs, cache.tables[0], lens)
+
+    return [call(table) for table in cache.tables], plan
+
+
+# --- baselines ----------------------------------------------------------------------------------
+
+
+def fa3_forward(library: Path | None) -> Callable[..., torch.Tensor] | None:
+    """FlashAttention-3's forward with the arguments that the benchmarks vary, or None."""
+    if library is not None:
+        torch.ops.load_library(str(library))
+    elif importlib.util.find_spec("sgl_kernel") is not None:
+        importlib.import_module("sgl_kernel.flash_attn")
+    else:
+        return None
+
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lens: torch.Tensor | None,
+        table: torch.Tensor | None,
+        causal: bool,
+        pack_gqa: bool | None = None,
+    ) -> torch.Tensor:
+        before = [q, k, v, None, None, None, None, None, None, None, None, lens, None, None]
+        before += [table, *[None] * 5, None, None, None, q.shape[-1] ** -0.5, causal, -1, -1]
+        after = [0, 0.0, True, None, 0, pack_gqa, 0, None, None, False]
+        result: torch.Tensor = torch.ops.sgl_kernel.fwd.default(*before, *after)[0]
+        return result
+
+    return forward
+
+
+def decode_baselines(
+    shape: Shape, batch: int, length: int, fa3: Callable[..., torch.Tensor] | None
+) -> dict[str, Timing]:
+    bytes_each = 2 * batch * length * shape.heads * shape.head_dim * 2
+    copies = max(1, min(4, -(-ROTATED_BYTES // bytes_each)))
+    pages = length // PAGE
+    q = torch.randn((batch, shape.q_heads, shape.head_dim), device="cuda").bfloat16()
+    found: dict[str, Timing] = {}
+    if fa3 is not None:
+        shape_k = (copies * batch * pages, PAGE, shape.heads, shape.head_dim)
+        k, v = (torch.randn(shape_k, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        order = torch.randperm(copies * batch * pages, device="cuda")
+        tables = order.int().view(copies, batch, pages)
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        for name, pack in (("FA3", None), ("FA3 pack_gqa", True)):
+            calls = [
+                lambda t=t, pack=pack: fa3(q[:, None], k, v, lens, t, False, pack) for t in tables
+            ]
+            found[name] = time_calls(calls)
+        del k, v
+    found |= _flashinfer_decode(shape, q, batch, length, copies)
+    kv = [
+        torch.randn(
+            (2, batch, shape.heads, length, shape.head_dim), dtype=torch.bfloat16, device="cuda"
+        )
+        for _ in range(copies)
+    ]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        calls = [
+            lambda x=x: scaled_dot_product_attention(q[:, :, None], x[0], x[1], enable_gqa=True)
+            for x in kv
+        ]
+        found["cuDNN"] = time_calls(calls)
+    return found
+
+
+def _flashinfer_decode(
+    shape: Shape, q: torch.Tensor, batch: int, length: int, copies: int
+) -> dict[str, Timing]:
+    if importlib.util.find_spec("flashinfer") is None:
+        return {}
+    flashinfer = importlib.import_module("flashinfer")
+    pages = length // PAGE
+    shape_kv = (copies * batch * pages, 2, PAGE, shape.heads, shape.head_dim)
+    kv = torch.randn(shape_kv, dtype=torch.bfloat16, device="cuda")
+    order = torch.randperm(copies * batch * pages, device="cuda").int().view(copies, -1)
+    calls = []
+    for indices in order:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(512 << 20, dtype=torch.uint8, device="cuda"), use_tensor_cores=True
+        )
+        indptr = torch.arange(batch + 1, dtype=torch.int32) * pages
+        last = torch.full((batch,), PAGE, dtype=torch.int32)
+        wrapper.plan(
+            *(indptr, indices, last, shape.q_heads, shape.heads, shape.head_dim, PAGE),
+            q_data_type=torch.bfloat16,
+        )
+        calls.append(lambda w=wrapper: w.run(q, kv))
+    return {"FlashInfer": time_calls(calls)}
+
+
+# --- the benchmarks -----------------------------------------------------------------------------
+
+
+def bench_decode(arguments: argparse.Namespace, report: Report) -> None:
+    shape = Shape()
+    fa3 = fa3_forward(arguments.fa3_library)
+    cases = [(b, n) for b in arguments.batch for n in arguments.length]
+    for batch, length in cases or DECODE_CASES:
+        base = {} if arguments.no_baselines else decode_baselines(shape, batch, length, fa3)
+        dense_bytes = 2 * batch * length * shape.heads * shape.head_dim * 2
+        for preset in arguments.preset or list(SHARES):
+            share = SHARES[preset]
+            copies = max(1, min(8, -(-ROTATED_BYTES // (dense_bytes // 2))))
+            cache = build_cache(shape, batch, length, share, copies)
+            calls, plan = decode_calls(shape, cache, batch, length)
+            case = {
+                "B": batch,
+                "L": length,
+                "sk": share[0],
+                "sv": share[1],
+                "bits": 16,
+                "policy": preset,
+                "part": "attention",
+            }
+            ours = time_calls(calls)
+            report.add("decode", case, ours, base, dense_bytes / cache.stored_bytes)
+            if preset == "max" and not arguments.no_plan:
+                report.add("decode", case | {"part": "plan"}, time_calls([plan]), {}, None)
+            del cache, calls, plan
+            torch.cuda.empty_cache()
+
+
+def bench_compress(arguments: argparse.Namespace, report: Report) -> None:
+    shape = Shape()
+    fa3 = None if arguments.no_baselines else fa3_forward(arguments.fa3_library)
+    for length in arguments.length or [32768, 131072]:
+        _bench_compress(shape, length, fa3, report)
+
+
+def _bench_compress(
+    shape: Shape, length: int, fa3: Callable[..., torch.Tensor] | None, report: Report
+) -> None:
+    fmt, heads, pages = shape.fmt, shape.heads, length // PAGE
+    tokens = (length, heads, shape.head_dim)
+    kv = [torch.randn(tokens, dtype=torch.bfloat16, device="cuda") for _ in Side]
+    q = torch.randn((length, shape.q_heads, shape.head_dim), device="cuda").bfloat16()
+    base: dict[str, Timing] = {}
+    if fa3 is not None:
+        attention = [lambda: fa3(q[None], kv[0][None], kv[1][None], None, None, True)]
+        base["FA3 prefill"] = time_calls(attention, rounds=1, repeats=3, graph=False)
+    supers = 2 + 4 * pages // fmt.dense_per_superblock
+    arena = torch.empty(supers * heads * fmt.superblock_bytes, dtype=torch.uint8, device="cuda")
+    refs = torch.zeros((2, pages + 1, heads), dtype=torch.int32, device="cuda")
+    slots = (fmt.sparse_per_superblock + torch.randperm(2 * pages, device="cuda")).int()
+    slots = slots.view(2, pages)
+    blocks = [x.view(pages, PAGE, heads, shape.head_dim).transpose(1, 2) for x in kv]
+
+    def whole(*sides: Side) -> Call:
+        """Every page sparse: one pass."""
+        chosen = [-slots[side][:, None].expand(-1, heads).contiguous() for side in sides]
+
+        def call() -> None:
+            for side, ref in zip(sides, chosen, strict=True):
+                ops.store_blocks(blocks[side], side, arena, ref, fmt)
+
+        return call
+
+    def half() -> Call:
+        """Half of each segment of 16 pages sparse: losses, ranks, refs, then both kinds stored."""
+        segment = min(16, pages)
+        table = torch.arange(1, pages + 1, device="cuda").int().view(-1, segment)
+        counts = torch.full((len(table),), segment // 2, dtype=torch.int32, device="cuda")
+
+        def call() -> None:
+            for side in Side:
+                losses = ops.block_losses(blocks[side], side, fmt).view(-1, segment, heads)
+                ranks = ops.rank_blocks(losses.transpose(1, 2))
+                mine = slots[side].view(-1, segment)
+                assigned = ops.assign_refs(refs[side], table, mine, counts, ranks)
+                ops.store_blocks(blocks[side], side, arena, assigned.flatten(0, 1), fmt)
+
+        return call
+
+    read, written = pages * heads * fmt.dense_bytes, pages * heads * fmt.sparse_bytes
+    for name, call, share, moved in (
+        ("values", whole(Side.V), (0.0, 1.0), read + written),
+        ("keys", whole(Side.K), (1.0, 0.0), read + written),
+        ("both", whole(Side.K, Side.V), (1.0, 1.0), 2 * (read + written)),
+        ("both, ranked", half(), (0.5, 0.5), 4 * read + read + written),
+    ):
+        case = {
+            "L": length,
+            "sk": share[0],
+            "sv": share[1],
+            "bits": 16,
+            "part": name,
+            "pruner": "magnitude",
+            "bytes": moved,
+        }
+        report.add("compress", case, time_calls([call]), base, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", choices=["decode", "compress"], action="append")
+    parser.add_argument("--preset", choices=list(SHARES), action="append")
+    parser.add_argument("--batch", type=int, action="append", default=[])
+    parser.add_argument("--length", type=int, action="append", default=[])
+    parser.add_argument("--output", type=Path, help="folder that results are appended to")
+    parser.add_argument("--fa3-library", type=Path, help="a shared library with sgl_kernel::fwd")
+    parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--no-plan", action="store_true")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks need a CUDA device")
+    report = Report(arguments.output)
+    for op in arguments.op or ["decode", "compress"]:
+        {"decode": bench_decode, "compress": bench_compress}[op](arguments, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Packing, losses and ranking on the device, byte for byte against the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hs_kernels import ops, reference
+from hs_kernels.block_format import HEAD_DIMS, BlockFormat, Side
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [BlockFormat(d, t) for d in HEAD_DIMS for t in ("bfloat16", "float16")]
+SIDES = list(Side)
+
+
+def empty_arena(fmt: BlockFormat, heads: int, superblocks: int = 6) -> Tensor:
+    return torch.full((superblocks * heads * fmt.superblock_bytes,), 0xFF, dtype=torch.uint8)
+
+
+def random_blocks(fmt: BlockFormat, n: int, heads: int, values: int = 0) -> Tensor:
+    """[n, heads, 64, D]; with `values`, small integers, so that most groups have ties."""
+    shape = (n, heads, fmt.block_size, fmt.head_dim)
+    if values:
+        return torch.randint(-values, values + 1, shape).to(fmt.torch_dtype)
+    return torch.randn(shape).to(fmt.torch_dtype)
+
+
+def compare_store(
+    blocks: Tensor, side: Side, fmt: BlockFormat, refs: Tensor, **rule: Tensor
+) -> None:
+    """Stores on both devices; every byte of the arena must agree, written or not."""
+    want = empty_arena(fmt, blocks.shape[1])
+    got = want.cuda()
+    ops.store_blocks(blocks, side, want, refs, fmt, **rule)
+    ops.store_blocks(
+        blocks.cuda(), side, got, refs.cuda(), fmt, **{k: v.cuda() for k, v in rule.items()}
+    )
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_one_block_is_packed_as_the_reference_does(fmt: BlockFormat, side: Side) -> None:
+    compare_store(random_blocks(fmt, 1, 1), side, fmt, torch.tensor([[-1]], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_ties_go_to_the_lower_index(fmt: BlockFormat, side: Side) -> None:
+    refs = -torch.arange(1, 7, dtype=torch.int32).view(3, 2)
+    compare_store(random_blocks(fmt, 3, 2, values=2), side, fmt, refs)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_each_block_is_stored_as_its_ref_says(fmt: BlockFormat, side: Side) -> None:
+    refs = torch.tensor([[-1, -9], [9, -20], [0, 12], [-21, 0], [30, 31]], dtype=torch.int32)
+    compare_store(random_blocks(fmt, 5, 2), side, fmt, refs)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_given_masks_and_values_are_stored(fmt: BlockFormat, side: Side) -> None:
+    blocks, values = random_blocks(fmt, 3, 2), random_blocks(fmt, 3, 2)
+    keep = reference.keep_2_4(random_blocks(fmt, 3, 2), side)
+    keep &= torch.rand(keep.shape) < 0.9  # some groups keep one or none
+    slots = torch.tensor([[3, 4], [7, 1], [2, 2]], dtype=torch.int32)
+    want = empty_arena(fmt, 2)
+    for mask, stored in ((keep, values), (keep, None), (None, values), (None, None)):
+        got = want.cuda()
+        on_device = [None if x is None else x.cuda() for x in (mask, stored)]
+        ops.compress_blocks(blocks.cuda(), side, got, slots.cuda(), fmt, *on_device)
+        ops.compress_blocks(blocks, side, want, slots, fmt, mask, stored)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_channel_weights_change_the_choice(fmt: BlockFormat, side: Side) -> None:
+    refs = -torch.arange(1, 7, dtype=torch.int32).view(3, 2)
+    weights = torch.rand(2, fmt.head_dim) + 0.1
+    compare_store(random_blocks(fmt, 3, 2), side, fmt, refs, weights=weights)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_block_means_are_subtracted_and_kept(fmt: BlockFormat) -> None:
+    blocks = random_blocks(fmt, 3, 2, values=7)  # sums of integers are exact in any order
+    refs = torch.tensor([[-1, -2], [-5, 3], [0, -7]], dtype=torch.int32)
+    want_means = torch.full((8, 2, fmt.head_dim), 99.0).to(fmt.torch_dtype)
+    got_means, want = want_means.cuda(), empty_arena(fmt, 2)
+    got = want.cuda()
+    ops.store_blocks(blocks, Side.V, want, refs, fmt, means=want_means)
+    ops.store_blocks(blocks.cuda(), Side.V, got, refs.cuda(), fmt, means=got_means)
+    torch.testing.assert_close(got_means.cpu(), want_means, rtol=0, atol=0)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_view_of_the_chunk_needs_no_copy(fmt: BlockFormat, side: Side) -> None:
+    heads, pages = 3, 4
+    chunk = torch.randn(heads * 8 + pages * 64, heads, fmt.head_dim).to(fmt.torch_dtype)
+    view = chunk[24 : 24 + pages * 64].view(pages, 64, heads, fmt.head_dim).transpose(1, 2)
+    on_device = chunk.cuda()[24 : 24 + pages * 64]
+    on_device = on_device.view(pages, 64, heads, fmt.head_dim).transpose(1, 2)
+    refs = -torch.arange(1, 1 + pages * heads, dtype=torch.int32).view(pages, heads)
+    want = empty_arena(fmt, heads)
+    got = want.cuda()
+    ops.store_blocks(view, side, want, refs, fmt)
+    ops.store_blocks(on_device, side, got, refs.cuda(), fmt)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_losses_agree_to_the_bit(fmt: BlockFormat, side: Side) -> None:
+    blocks = random_blocks(fmt, 7, 3)
+    keep = reference.keep_2_4(random_blocks(fmt, 7, 3), side)
+    weights = torch.rand(3, fmt.head_dim)
+    for rule in ({}, {"keep": keep}, {"weights": weights}):
+        got = ops.block_losses(
+            blocks.cuda(), side, fmt, **{name: x.cuda() for name, x in rule.items()}
+        )
+        want = ops.block_losses(blocks, side, fmt, **rule)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 15, 16, 33, 512, 2049])
+def test_ranks_are_a_stable_sort(candidates: int) -> None:
+    losses = torch.randint(0, max(2, candidates // 3), (5, 2, candidates)).float()
+    losses[0, 0, 0] = torch.inf
+    ranks = ops.rank_blocks(losses.cuda())
+    torch.testing.assert_close(ranks.cpu(), ops.rank_blocks(losses), rtol=0, atol=0)
+    for count in {0, 1, candidates // 2, candidates}:
+        chosen = reference.select_blocks(losses, count)
+        assert torch.equal(ranks.cpu() < count, chosen)
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS[2:4], ids=str)
+def test_a_segment_is_compressed_without_the_host_looking(fmt: BlockFormat, ranked: bool) -> None:
+    heads, segments, candidates = 2, 2, 5
+    blocks = random_blocks(fmt, segments * candidates, heads)
+    pages = 1 + torch.randperm(segments * candidates).view(segments, candidates).int()
+    slots = (1 + torch.randperm(segments * candidates)).view(segments, candidates).int()
+    counts = torch.tensor([3, 5], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        arena = empty_arena(fmt, heads).to(device)
+        refs = torch.zeros((12, heads), dtype=torch.int32, device=device)
+        x = blocks.to(device)
+        ranks = None
+        if ranked:
+            losses = ops.block_losses(x, Side.V, fmt).view(segments, candidates, heads)
+            ranks = ops.rank_blocks(losses.transpose(1, 2).contiguous())
+        on_device = [t.to(device) for t in (pages, slots, counts)]
+        assigned = ops.assign_refs(refs, *on_device, ranks)
+        ops.store_blocks(x, Side.V, arena, assigned.flatten(0, 1), fmt)
+        results.append((refs.cpu(), arena.cpu()))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
