@@ -18,6 +18,7 @@ from hs_runtime.config import (
     PLUGIN_NAME,
     ConfigError,
     RuntimeConfig,
+    quiet_foreign_warnings,
     read_api_key,
     set_process_environment,
 )
@@ -143,6 +144,7 @@ def serve(
         return
     # Only our plugin: the others that SGLang's dependencies install hook its command line.
     set_process_environment({PLUGIN_FILTER_VARIABLE: PLUGIN_NAME})
+    quiet_foreign_warnings()
     config.to_env()
     # The product may not depend on its HTTP front at import; only this line looks up a layer.
     from hs_server.__main__ import run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -64,6 +65,14 @@ def set_process_environment(settings: dict[str, str]) -> None:
     that `os.environ` has one reader and one writer.
     """
     os.environ.update(settings)
+
+
+def quiet_foreign_warnings() -> None:
+    """Drop the UserWarnings that SGLang's imports raise in every process, about devices we do not
+    use, unless the user chose what to see."""
+    if not os.environ.get("PYTHONWARNINGS"):
+        set_process_environment({"PYTHONWARNINGS": "ignore::UserWarning"})
+        warnings.filterwarnings("ignore", category=UserWarning)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable in (CONFIG_VARIABLE, PLUGIN_FILTER_VARIABLE):
+    for variable in (CONFIG_VARIABLE, PLUGIN_FILTER_VARIABLE, "PYTHONWARNINGS"):
         monkeypatch.setenv(variable, "")  # what `serve` publishes is undone afterwards
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
