@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Final
 
+from hs_kernels import build
 from hs_runtime.config import (
     CACHE_VARIABLE,
     PLUGIN_GROUP,
@@ -173,13 +174,25 @@ def _devices(devices: Sequence[Device], wanted: str) -> list[Check]:
 
 
 def _kernels(devices: Sequence[Device]) -> Check:
-    try:
-        importlib.import_module("hs_kernels.ops")
-    except ImportError as error:
-        return Check("kernels", False, str(error), "install the project: pip install -e .")
-    if all(device.kind == "cpu" for device in devices):
+    capabilities = sorted({device.capability for device in devices if device.capability})
+    if not capabilities:
         return Check("kernels", True, "reference operators (torch, float32)")
-    return Check("kernels", True, "CUDA operators, built at the first start")
+    try:
+        targets = [build.target_of(capability) for capability in capabilities]
+        states = [f"sm_{target}: {_library_state(target)}" for target in targets]
+    except build.BuildError as error:
+        return Check("kernels", False, str(error), "pip install -e '.[cuda]', or another device")
+    return Check("kernels", True, ", ".join(states))
+
+
+def _library_state(target: str) -> str:
+    """Whether the kernels lie ready; raises BuildError if they do not and cannot be compiled."""
+    if not build.SOURCES.is_dir():
+        return f"ready ({build.find_library(target).name})"  # installed without sources
+    name = build.library_name(target, build.digest(target))
+    if any((folder / name).exists() for folder in (build.AHEAD_OF_TIME, build.BUILT)):
+        return f"ready ({name})"
+    return f"compiled at the first start ({build.find_compiler().version})"
 
 
 def _refusals() -> tuple[Check, list[dict[str, str]]]:

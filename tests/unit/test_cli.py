@@ -14,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from hs_kernels import build
 from hs_runtime import __version__, cli, doctor
 from hs_runtime.cli import app
 from hs_runtime.config import (
@@ -257,6 +258,21 @@ def test_a_device_that_cannot_serve_fails_its_check(
     check = checks(monkeypatch, [device])["device 0"]
     assert not check.passed
     assert remedy in check.remedy
+
+
+def test_kernels_are_ready_or_can_be_compiled_or_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = Device("cuda", "H200", 141 * GIB, None, (9, 0))
+    monkeypatch.setattr(build, "AHEAD_OF_TIME", tmp_path / "none")
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    assert "compiled at the first start" in checks(monkeypatch, [hopper])["kernels"].detail
+    (tmp_path / build.library_name("90a", build.digest("90a"))).touch()
+    assert "sm_90a: ready" in checks(monkeypatch, [hopper])["kernels"].detail
+    unknown = Device("cuda", "?", 141 * GIB, None, (12, 0))
+    check = checks(monkeypatch, [unknown])["kernels"]
+    assert not check.passed
+    assert "12.0" in check.detail
 
 
 def test_no_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
