@@ -152,15 +152,13 @@ class BlockFormat:
 
 
 @cache
-def nonzero_order(rows: int, depth: int) -> np.ndarray:
-    """int64 [rows * depth / 2]: stored element -> row * (depth / 2) + cc, its natural place."""
-    steps = depth // STEP
-    strip, step, lane, r = np.unravel_index(
-        np.arange(rows * depth // 2), (rows // STRIP, steps, LANES, 8)
-    )
-    row = STRIP * strip + lane // 4 + 8 * ((r // 2) % 2)
-    column = STRIP * step + 2 * (lane % 4) + r % 2 + 8 * (r // 4)
-    return _constant(row * (depth // 2) + column)
+def nonzero_place(rows: int, depth: int) -> np.ndarray:
+    """int64 [rows * depth / 2]: value row * (depth / 2) + cc -> its stored element."""
+    row, column = np.unravel_index(np.arange(rows * depth // 2), (rows, depth // 2))
+    r, c = row % STRIP, column % (STEP // 2)
+    lane = 4 * (r % 8) + c % 8 // 2
+    fragment = (row // STRIP * (depth // STEP) + column // (STEP // 2)) * LANES + lane
+    return _constant(8 * fragment + c % 2 + 2 * (r // 8) + 4 * (c // 8))
 
 
 @cache

@@ -4,9 +4,11 @@ It is the oracle of the device kernels and the backend of machines without a GPU
 accumulates in fp32. Shapes use the legend of `block_format`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +19,12 @@ from hs_kernels.block_format import (
     BlockFormat,
     Side,
     metadata_place,
-    nonzero_order,
+    nonzero_place,
     pair_of_keeps,
 )
 
 TILE = 128  # query rows that share a frontier, at absolute multiples
+BATCH = 96  # blocks expanded at a time, so that their intermediate values stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ def pack_blocks(
     mask = keep_2_4(x, side) if keep is None else keep
     stored = (x if values is None else values).to(fmt.torch_dtype)
     n, rows, depth = x.shape[0], fmt.rows(side), fmt.depth(side)
-    tables = _tables(side, fmt, x.device)
+    tables = _pack_tables(side, fmt, x.device)
 
     groups = (n, rows, depth // GROUP, GROUP)
     mask = (mask if side == Side.K else mask.transpose(1, 2)).reshape(groups)
@@ -163,47 +166,82 @@ def unpack_blocks(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     """[N, 64, D] in fmt.torch_dtype of raw uint8 [N, sparse_bytes]; pruned positions are zero."""
     if raw.dtype != torch.uint8 or raw.dim() != 2 or raw.shape[1] != fmt.sparse_bytes:
         raise ValueError(f"raw is {raw.dtype} {list(raw.shape)}, not uint8 [N, {fmt.sparse_bytes}]")
-    n, rows, depth = raw.shape[0], fmt.rows(side), fmt.depth(side)
-    tables = _tables(side, fmt, raw.device)
-    metadata = raw[:, : fmt.metadata_bytes]
-    nonzeros = raw[:, fmt.metadata_bytes :].contiguous().view(fmt.torch_dtype)
+    operands = [_expand(part.contiguous(), side, fmt) for part in raw.split(BATCH)]
+    blocks = torch.cat(operands) if operands else _expand(raw, side, fmt)
+    return blocks.transpose(1, 2) if side == Side.K else blocks
 
-    nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)
-    nibbles = nibbles[:, tables.nibble_place].to(torch.int64)
-    pair = torch.stack([nibbles & 3, nibbles >> 2], dim=-1)
-    dense = torch.zeros((n, rows * depth // GROUP, GROUP), dtype=fmt.torch_dtype, device=raw.device)
-    dense.scatter_(
-        -1, pair, nonzeros[:, tables.nonzero_place].view(dense.shape[0], dense.shape[1], KEPT)
-    )
-    dense = dense.view(n, rows, depth)
-    return dense if side == Side.K else dense.transpose(1, 2)
+
+def _expand(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
+    """[N, depth, rows] of raw uint8 [N, sparse_bytes]: the transposed operand of each block.
+
+    K comes with channels before tokens and V with tokens before channels, so that both are
+    written in whole rows, and both are the right operand of a product of few query rows.
+    """
+    n, rows, groups = raw.shape[0], fmt.rows(side), fmt.depth(side) // GROUP
+    tables = _unpack_tables(side, fmt, raw.device)
+    # As floats, because only for these does torch gather columns with vector instructions.
+    words = raw.view(torch.float32).index_select(1, tables.words).view(torch.int32)
+    metadata = words[:, tables.value_words :].view(n, groups // GROUP, 1, rows)
+    pair = (metadata >> tables.shift).flatten(1, 2)
+    first_at, second_at = pair & 3, pair >> 2 & 3
+    if fmt.itemsize == 4:
+        integer = torch.int32
+        first, second = words[:, : tables.value_words].view(n, 2, groups, rows).unbind(1)
+    else:
+        integer = torch.int16
+        values = words[:, : tables.value_words].view(integer)
+        first, second = values.view(n, groups, rows, 2).unbind(-1)
+    bits = 8 * fmt.itemsize
+    first_at, second_at = (at.to(integer) * bits for at in (first_at, second_at))
+    out = torch.empty((n, groups, GROUP, rows), dtype=integer, device=raw.device)
+    p0, p1, p2, p3 = out.unbind(2)
+    # A shift by 0 keeps a value; one by less than nothing or by all its bits and more gives zero.
+    torch.bitwise_left_shift(first, first_at, out=p0)
+    for p, position in ((1, p1), (2, p2)):
+        torch.bitwise_or(
+            first << (first_at - p * bits), second << (second_at - p * bits), out=position
+        )
+    torch.bitwise_left_shift(second, second_at - 3 * bits, out=p3)
+    return out.view(fmt.torch_dtype).view(n, groups * GROUP, rows)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
-    nonzero_order: Tensor
-    nonzero_place: Tensor
-    nibble_order: Tensor
-    nibble_place: Tensor
-    pairs: Tensor
+class _PackTables:
+    nonzero_order: Tensor  # stored element -> value, int64
+    nibble_order: Tensor  # stored nibble -> group, int64
+    pairs: Tensor  # bits of a mask -> two positions, int64
     positions: Tensor
 
 
-def _tables(side: Side, fmt: BlockFormat, device: torch.device) -> _Tables:
-    return _build_tables(fmt.rows(side), fmt.depth(side), device)
+@dataclass(frozen=True, slots=True)
+class _UnpackTables:
+    words: Tensor  # columns of 4 bytes: the values, then for each 4 groups of a row the metadata
+    value_words: int
+    shift: Tensor  # int32 [4, rows]: lowest bit of the 4 groups in their metadata word
 
 
 @cache
-def _build_tables(rows: int, depth: int, device: torch.device) -> _Tables:
-    order = torch.tensor(nonzero_order(rows, depth), device=device)
-    place = torch.tensor(metadata_place(rows, depth), device=device)
-    return _Tables(
-        nonzero_order=order,
-        nonzero_place=torch.argsort(order),
-        nibble_order=torch.argsort(place),
-        nibble_place=place,
+def _pack_tables(side: Side, fmt: BlockFormat, device: torch.device) -> _PackTables:
+    rows, depth = fmt.rows(side), fmt.depth(side)
+    return _PackTables(
+        nonzero_order=torch.tensor(nonzero_place(rows, depth), device=device).argsort(),
+        nibble_order=torch.tensor(metadata_place(rows, depth), device=device).argsort(),
         pairs=torch.tensor(pair_of_keeps(), device=device),
         positions=torch.arange(GROUP, dtype=torch.uint8, device=device),
+    )
+
+
+@cache
+def _unpack_tables(side: Side, fmt: BlockFormat, device: torch.device) -> _UnpackTables:
+    rows, depth = fmt.rows(side), fmt.depth(side)
+    pairs = nonzero_place(rows, depth).reshape(rows, depth // GROUP, KEPT).transpose(2, 1, 0)
+    values = pairs if fmt.itemsize == 4 else pairs[0] // KEPT
+    nibbles = metadata_place(rows, depth).reshape(rows, depth // GROUP).T
+    words = np.concatenate([fmt.metadata_bytes // 4 + values.ravel(), nibbles[::4].ravel() // 8])
+    return _UnpackTables(
+        words=torch.tensor(words, device=device),
+        value_words=values.size,
+        shift=torch.tensor(nibbles[:4] % 8 * 4, dtype=torch.int32, device=device),
     )
 
 
@@ -258,18 +296,41 @@ def compress_blocks(
 def load_pages(arena: Tensor, refs: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     """[heads, n * 64, D] in fmt.torch_dtype: the pages of refs int32 [n, heads], in order."""
     n, heads = refs.shape
-    ref = refs.to(torch.int64)
+    shape = (heads, n * fmt.block_size, fmt.head_dim)
+    if bool((refs > 0).all()):
+        return dense_slots(arena, fmt, heads).flatten(0, 1)[_block_index(refs)].view(shape)
+    pages = torch.empty(
+        (heads * n, fmt.block_size, fmt.head_dim), dtype=fmt.torch_dtype, device=arena.device
+    )
+    for at, blocks in _load_blocks(arena, refs, side, fmt):
+        pages[at] = blocks
+    return pages.view(shape)
+
+
+def _block_index(refs: Tensor) -> Tensor:
+    """int64 [heads * n]: which block of its kind each ref int32 [n, heads] names, head by head."""
+    heads = refs.shape[1]
     head = torch.arange(heads, device=refs.device)
+    return (refs.abs().to(torch.int64) * heads + head).T.reshape(-1)
+
+
+def _load_blocks(
+    arena: Tensor, refs: Tensor, side: Side, fmt: BlockFormat
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (at int64 [m], blocks [m, 64, D]), each block of refs int32 [n, heads] once.
+
+    `at` is head * n + page. Blocks come by kind, at most `BATCH` at a time, and are copies.
+    """
+    heads = refs.shape[1]
+    index, is_dense = _block_index(refs), (refs > 0).T.reshape(-1)
     dense = dense_slots(arena, fmt, heads).flatten(0, 1)
-    is_sparse = ref <= 0
-    # Dense block of slot 0 stands in for the sparse pages until they are written over.
-    pages = dense[(ref.clamp(min=0) * heads + head).T.reshape(-1)]
-    chosen = is_sparse.T.reshape(-1).nonzero()[:, 0]
-    if chosen.numel():
-        sparse = sparse_slots(arena, fmt, heads).flatten(0, 1)
-        blocks = ((-ref).clamp(min=0) * heads + head).T.reshape(-1)[chosen]
-        pages[chosen] = unpack_blocks(sparse[blocks], side, fmt)
-    return pages.view(heads, n * fmt.block_size, fmt.head_dim)
+    for at in is_dense.nonzero()[:, 0].split(BATCH):
+        if at.numel():
+            yield at, dense.index_select(0, index[at])
+    sparse = sparse_slots(arena, fmt, heads).flatten(0, 1)
+    for at in (~is_dense).nonzero()[:, 0].split(BATCH):
+        if at.numel():
+            yield at, unpack_blocks(sparse.index_select(0, index[at]), side, fmt)
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -294,29 +355,49 @@ def decode_attention(
     heads = refs.shape[2]
     out = torch.zeros_like(q)
     lse = torch.full((requests, q_heads), -torch.inf, dtype=torch.float32, device=q.device)
+    rows = q.view(requests, heads, q_heads // heads, head_dim).to(torch.float32) * scale
     for r, length in enumerate(seq_lens.tolist()):
         if length == 0:
             continue
         num_pages = -(-length // fmt.block_size)
-        pages = page_table[r, :num_pages]
-        k = load_pages(arena, refs[Side.K][pages], Side.K, fmt)
-        v = load_pages(arena, refs[Side.V][pages], Side.V, fmt)
-        rows = q[r].view(heads, q_heads // heads, head_dim).to(torch.float32)
-        share = -(-num_pages // num_splits) * fmt.block_size
+        share = -(-num_pages // num_splits)
+        pages = page_table[r, :num_pages].to(torch.int64)
         parts = [
-            _attend(
-                rows,
-                k[:, start : min(start + share, length)],
-                v[:, start : min(start + share, length)],
-                scale,
-            )
-            for start in range(0, length, share)
+            _decode_split(rows[r], arena, refs[:, split], length - i * share * fmt.block_size, fmt)
+            for i, split in enumerate(pages.split(share))
         ]
-        merged, merged_lse = merge_states(
-            torch.stack([o for o, _ in parts]), torch.stack([z for _, z in parts])
-        )
-        out[r] = merged.reshape(q_heads, head_dim).to(q.dtype)
-        lse[r] = merged_lse.reshape(q_heads)
+        o, z = parts[0]
+        if len(parts) > 1:
+            o, z = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+        out[r] = o.view(q_heads, head_dim)
+        lse[r] = z.view(q_heads)
+    return out, lse
+
+
+def _decode_split(
+    q: Tensor, arena: Tensor, refs: Tensor, length: int, fmt: BlockFormat
+) -> tuple[Tensor, Tensor]:
+    """out f32 [Hkv, G, D] and lse f32 [Hkv, G] of scaled q [Hkv, G, D] over pages [2, n, Hkv].
+
+    Positions from `length` on are not read. Blocks are multiplied where they come, kind by kind;
+    their order matters to the softmax only.
+    """
+    heads, group = q.shape[:2]
+    n, size = refs.shape[1], fmt.block_size
+    scores = q.new_empty((heads * n, group, size))
+    for at, k in _load_blocks(arena, refs[Side.K], Side.K, fmt):
+        scores[at] = torch.bmm(q[at // n], k.to(torch.float32).transpose(1, 2))
+    scores = scores.view(heads, n, group, size).transpose(1, 2).reshape(heads, group, n * size)
+    scores[..., length:] = -torch.inf
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse[..., None]).exp_().view(heads, group, n, size)
+    weights = weights.transpose(1, 2).reshape(heads * n, group, size)
+    out = q.new_zeros(q.shape)
+    for at, v in _load_blocks(arena, refs[Side.V], Side.V, fmt):
+        if length < n * size:
+            # Past the end of a sequence a dense page holds anything, NaN included.
+            v[at % n == n - 1, length - (n - 1) * size :] = 0
+        out.index_add_(0, at // n, torch.bmm(weights[at], v.to(torch.float32)))
     return out, lse
 
 

@@ -16,7 +16,7 @@ from hs_kernels.block_format import (
     dense_ref,
     metadata_place,
     nibble,
-    nonzero_order,
+    nonzero_place,
     pair_of_keeps,
     render_header,
     sparse_ref,
@@ -120,8 +120,9 @@ def test_the_maps_are_those_of_the_fragment_loops(head_dim, side):
     fmt = BlockFormat(head_dim)
     rows, depth = fmt.rows(side), fmt.depth(side)
     nonzero, metadata = positions_by_loops(rows, depth)
-    assert np.array_equal(np.argsort(nonzero_order(rows, depth)), nonzero.reshape(-1))
+    assert np.array_equal(nonzero_place(rows, depth), nonzero.reshape(-1))
     assert np.array_equal(metadata_place(rows, depth), metadata.reshape(-1))
+    assert np.array_equal(np.sort(nonzero.reshape(-1)), np.arange(fmt.elements // 2))
     assert np.array_equal(np.sort(metadata.reshape(-1)), np.arange(2 * fmt.metadata_bytes))
 
 
@@ -165,7 +166,7 @@ def test_the_header_computes_the_same_places(tmp_path):
     for (head_dim, side), line in zip(cases, lines, strict=False):
         fmt = BlockFormat(head_dim)
         rows, depth = fmt.rows(side), fmt.depth(side)
-        want = np.concatenate([np.argsort(nonzero_order(rows, depth)), metadata_place(rows, depth)])
+        want = np.concatenate([nonzero_place(rows, depth), metadata_place(rows, depth)])
         assert np.array_equal(np.array(line.split(), np.int64), want), (head_dim, side)
 
 
