@@ -57,7 +57,9 @@ class BatchPlanner:
             state = work.state
             storage.finish_chunk(work)
             if not work.replay:
-                self.insert(state, min(work.end, self.rules.reuse_limit(state.policy, state.n)))
+                unit = self.rules.granularity(state.policy)
+                limit = min(work.end, self.rules.reuse_limit(state.policy, state.n))
+                self.insert(state, limit // unit * unit)
                 if work.end == state.n:
                     storage.end_of_prompt(state)
         return plan
