@@ -20,6 +20,14 @@ _SIGNATURES: dict[str, list[type]] = {
     "hs_decode_columns": [_I, _I],
     "hs_decode_plan": [*5 * [_P], *6 * [_I], _P],
     "hs_decode_attention": [_I, _I, _P, _P, _L, *9 * [_P], *6 * [_I], _F, _P],
+    "hs_prefill_attention": [
+        *6 * [_P],
+        *(_L, _P, _L, _P, _I, _P, _P, _I),
+        *4 * [_P],
+        *7 * [_I],
+        *6 * [_L],
+        *(_F, _I, _I, _P, _I, _P),
+    ],
     "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _P, _P, _I, _I, _P],
     "hs_rank_blocks": [_P, _P, _I, _I, _P],
     "hs_update_refs": [_P, _P, _P, _L, _P],
@@ -201,6 +209,68 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+# --- prefill ------------------------------------------------------------------------------------
+
+PREFILL_HEAD_DIMS = (64, 128)
+
+
+@torch.library.custom_op("hierasparse::prefill_attention", mutates_args=())
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    cu_seqlens: Tensor,
+    prefix_lens: Tensor,
+    page_table: Tensor,
+    tail_first: Tensor,
+    tail_slots: Tensor,
+    tile_offsets: Tensor,
+    frontiers: Tensor,
+    scale: float,
+    sparse_k: bool,
+    sparse_v: bool,
+) -> tuple[Tensor, Tensor]:
+    tokens, q_heads, head_dim = q.shape
+    device = q.device
+    if head_dim not in PREFILL_HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim}; prefill has kernels for {PREFILL_HEAD_DIMS}")
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        raise RuntimeError(
+            f"prefill has kernels for sm_90, not {torch.cuda.get_device_name(device)}"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=device)
+    if tokens == 0:
+        return out, lse
+    q, k, v = _loadable(q), _loadable(k), _loadable(v)
+    requests, tiles = prefix_lens.shape[0], frontiers.shape[0]
+    workspace = torch.empty(8 + 8 * tiles, dtype=torch.int32, device=device)
+    plan = [x.contiguous() for x in (cu_seqlens, prefix_lens, tile_offsets, frontiers)]
+    tail_first, tail_slots, refs = (x.contiguous() for x in (tail_first, tail_slots, refs))
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    launch(
+        device,
+        "hs_prefill_attention",
+        *map(pointer, (out, lse, q, k, v, arena)),
+        arena.numel(),
+        *(refs.data_ptr(), refs.stride(0), page_table.data_ptr(), page_table.stride(0)),
+        *(tail_first.data_ptr(), tail_slots.data_ptr(), tail_slots.shape[2]),
+        *map(pointer, plan),
+        *(requests, tiles, tokens, q_heads, k.shape[1], head_dim, dtype_code(q.dtype)),
+        *(x for t in (q, k, v) for x in t.stride()[:2]),
+        *(scale, sparse_k, sparse_v, workspace.data_ptr(), processors),
+    )
+    return out, lse
+
+
+@prefill_attention.register_fake
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 # --- compression --------------------------------------------------------------------------------

@@ -68,29 +68,53 @@ def compress_blocks(
     reference.compress_blocks(blocks, side, arena, slots, fmt, keep, values)
 
 
-def store_blocks(blocks: Tensor, side: Side, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
+def store_blocks(
+    blocks: Tensor,
+    side: Side,
+    arena: Tensor,
+    refs: Tensor,
+    fmt: BlockFormat,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
+    means: Tensor | None = None,
+) -> None:
     """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say.
 
-    A negative ref: pruned by magnitude and packed. A positive one: dense. 0: left out. Blocks may
-    be any view with adjacent channels, so that a chunk's own K and V need no copy. Mutates the
-    arena.
+    A negative ref: pruned and packed. A positive one: dense. 0: left out. Blocks may be any view
+    with adjacent channels, so that a chunk's own K and V need no copy. Mutates the arena.
+
+    `keep` (bool, as blocks) or `weights` f32 [Hkv, D], which scale magnitudes by channel, replace
+    the choice by magnitude. With `means` [sparse slots, Hkv, D] in the blocks' dtype, the mean over
+    the tokens of each channel of a sparse V block goes there and is subtracted before pruning.
     """
     _check_blocks(blocks, refs, fmt, "refs")
+    _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
+    _check(means is None or side == Side.V, "only V has block means")
     _check_arena(arena)
     _check_devices(arena, blocks=blocks, refs=refs)
     if arena.is_cuda:
         from hs_kernels import cuda
 
-        cuda.store_blocks(blocks, int(side), arena, refs, 1, None, None, None)
+        cuda.store_blocks(blocks, int(side), arena, refs, 1, keep, weights, means)
         return
     _require_cpu("store_blocks", arena)
     heads = blocks.shape[1]
     n, head = (refs > 0).nonzero(as_tuple=True)
     reference.dense_slots(arena, fmt, heads)[refs[n, head].long(), head] = blocks[n, head]
     n, head = (refs < 0).nonzero(as_tuple=True)
-    if n.numel():
-        raw = reference.pack_blocks(blocks[n, head], side, fmt)
-        reference.sparse_slots(arena, fmt, heads)[-refs[n, head].long(), head] = raw
+    if not n.numel():
+        return
+    slots, chosen = -refs[n, head].long(), blocks[n, head]
+    if means is not None:
+        mean = chosen.to(torch.float32).mean(1).to(chosen.dtype)
+        means[slots, head] = mean
+        chosen = (chosen.to(torch.float32) - mean[:, None].to(torch.float32)).to(chosen.dtype)
+    mask = None if keep is None else keep[n, head]
+    if weights is not None:
+        scaled = chosen.abs().to(torch.float32) * weights[head][:, None]
+        mask = reference.keep_2_4(scaled, side)
+    raw = reference.pack_blocks(chosen, side, fmt, mask)
+    reference.sparse_slots(arena, fmt, heads)[slots, head] = raw
 
 
 def block_losses(
@@ -239,11 +263,17 @@ def prefill_attention(
     plan: PrefillPlan,
     scale: float,
     fmt: BlockFormat,
+    *,
+    sparse_k: bool = True,
+    sparse_v: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a batch of chunks over mixed pages; see `PrefillPlan`.
 
     q [T, Hq, D], k and v [T, Hkv, D] of the chunks, refs int32 [2, P, Hkv]. Gives out [T, Hq, D]
     in q's dtype and lse f32 [T, Hq].
+
+    `sparse_k` or `sparse_v` False promises that no ref of that side before a frontier is sparse,
+    and takes a faster kernel; a promise broken is an error on the device. `scale` is positive.
     """
     _check_queries(q, refs, fmt)
     expected = (q.shape[0], refs.shape[2], fmt.head_dim)
@@ -251,6 +281,16 @@ def prefill_attention(
         _check(tuple(x.shape) == expected, f"{name} is {list(x.shape)}, not {list(expected)}")
     _check_arena(arena)
     _check_devices(arena, q=q, k=k, v=v, refs=refs, page_table=plan.page_table)
+    _check(scale > 0, f"scale is {scale}")
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
+        return cuda.prefill_attention(
+            *(q, k, v, arena, refs, plan.cu_seqlens, plan.prefix_lens, plan.page_table),
+            *(plan.tail_first, plan.tail_slots, plan.tile_offsets, plan.frontiers),
+            *(scale, sparse_k, sparse_v),
+        )
     _require_cpu("prefill_attention", arena)
     return reference.prefill_attention(q, k, v, arena, refs, plan, scale, fmt)
 
