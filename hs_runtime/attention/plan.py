@@ -31,9 +31,12 @@ class BatchCompressor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExtendRow:
-    """Positions [start, end) of one request. `pages` is its row of page ids as of this forward,
-    `frontiers` one page index for each tile, `tail[side]` the dense slots of the pages from
-    `tail_first` to the one that holds position start - 1, `writes` (page of the row, side, slot)."""
+    """Positions [start, end) of one request.
+
+    `pages` is its row of page ids as of this forward, `frontiers` one page index for each tile,
+    `tail[side]` the dense slots of the pages from `tail_first` to the one that holds position
+    start - 1, `writes` (page of the row, side, slot).
+    """
 
     start: int
     end: int
@@ -55,7 +58,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class SideWrites:
-    """Rows of the batch's K or V and where they go: dense slot and offset in the page (int64 [N])."""
+    """Rows of the batch's K or V and where they go: dense slot, offset in the page (int64 [N])."""
 
     rows: Tensor
     slots: Tensor

@@ -72,7 +72,7 @@ class RequestState:
 
     @property
     def replaying(self) -> bool:
-        """Its prompt is done, and tokens generated before a retraction still have to be computed."""
+        """Its prompt is done, and tokens generated before a retraction are still to be computed."""
         return self.decoding and self.position < self.known
 
 
@@ -242,7 +242,7 @@ class RequestStorage:
         )
 
     def finish_chunk(self, work: ChunkWork) -> None:
-        """After the forward is planned: tail slots of completed segments return, positions move on."""
+        """After the forward is planned: tail slots of completed segments return."""
         state = work.state
         for key in work.returned:
             self.pool.release(state.tail.pop(key))
@@ -303,7 +303,7 @@ class RequestStorage:
     def _change(
         self, state: RequestState, side: int, pages: tuple[int, ...], count: int
     ) -> tuple[list[Slot], list[Slot | None], list[BlockKind]]:
-        """Old slots, and for every rank the old slot that may stay (None: a new one) and its kind."""
+        """Old slots; for every rank the old slot that may stay (None: a new one), and its kind."""
         spans = {id(s): s for s in (self.pool.spans[state.pages[p], side] for p in pages)}.values()
         old = [slot for span in spans for slot in span.slots]
         kinds = [SPARSE] * count + [DENSE] * (len(pages) - count)
@@ -324,7 +324,7 @@ class RequestStorage:
         return self.rules.next_replay_end(state.position, state.known)
 
     def step_fits(self, states: Iterable[RequestState]) -> bool:
-        """Whether the next step of these decoding requests fits, taken in this order. Counts only."""
+        """Whether the next step of these requests fits, taken in this order. Counts only."""
         reserved, page_ids = self.reserved()
         dense, sparse = self._used.plus(reserved)
         fits = self.pool.ledger.fits

@@ -1,4 +1,4 @@
-"""The owner of all KV bytes. `BlockPool` knows slots, refs and superblocks, and nothing of SGLang."""
+"""The owner of all KV bytes. `BlockPool` knows slots, refs and superblocks, not SGLang."""
 
 from hs_runtime.pool.block_pool import Arena, BlockPool, Slot, Span
 

@@ -28,7 +28,8 @@ class HieraAllocator(PagedTokenToKVPoolAllocator):
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64)
         self.release_pages = torch.empty((0,), dtype=torch.int64)
         self.is_not_in_free_group = True
-        self.free_group, self.free_page_reps_group = [], []
+        self.free_group: list[torch.Tensor] = []
+        self.free_page_reps_group: list[torch.Tensor] = []
         self.last_new_pages: list[list[int]] = []
         self.block_pool.clear()
 

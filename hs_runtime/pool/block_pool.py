@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ SIDES = (0, 1)
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """References: spans that hold it. `idle` marks slots of prefix-cache nodes that nobody locks."""
+    """`references` are spans that hold it; `idle` marks slots of prefix-cache nodes without a lock."""
 
     kind: BlockKind
     index: int
@@ -110,7 +111,7 @@ class Arena:
         block.slots[slot.index] = slot
 
     def allocate(self, kind: BlockKind) -> Slot:
-        """A slot with one reference. Raises RuntimeError if the ledger let a step pass that does not fit."""
+        """A slot with one reference; RuntimeError if the ledger let a step pass that does not fit."""
         index = self._block_with_hole(kind)
         if index is None:
             if not self._free:
@@ -288,7 +289,7 @@ class BlockPool:
             self.ledger.release(slot)
 
     def set_idle(self, pages: Iterable[int], idle: bool) -> None:
-        """Slots of these pages belong to a prefix-cache node that is unlocked (evictable), or not."""
+        """Slots of these pages belong to an unlocked (evictable) prefix-cache node, or not."""
         seen: set[int] = set()
         for page in pages:
             for side in SIDES:
@@ -304,7 +305,7 @@ class BlockPool:
     # spans
 
     def bind(self, side: int, pages: Sequence[int], slots: list[Slot]) -> Span:
-        """Gives pages their storage on the CPU's books; refs are written by whoever fills the slots."""
+        """Gives pages their storage on the CPU's books; whoever fills the slots writes the refs."""
         span = Span(list(pages), slots, len(pages))
         for page in pages:
             if (page, side) in self.spans:
@@ -367,7 +368,7 @@ class BlockPool:
             stop = start + 1
             while stop < len(operations) and type(operations[stop]) is kind and kind is not Move:
                 stop += 1
-            run = operations[start:stop]
+            run: list[Any] = list(operations[start:stop])
             if kind is Bind:
                 self._apply_binds(run)
             elif kind is Drop:
@@ -380,7 +381,7 @@ class BlockPool:
             elif kind is Move:
                 self._apply_move(run[0])
             else:
-                convert(list(run))
+                convert(run)
             start = stop
 
     def _index(self, values: list[int]) -> torch.Tensor:
@@ -405,7 +406,7 @@ class BlockPool:
     # integrity
 
     def check_integrity(self, tails: Iterable[Slot], free_pages: Iterable[int] = ()) -> None:
-        """Raises AssertionError with the numbers that disagree: a leak, a slot in two uses, lost bytes.
+        """Raises AssertionError with the numbers that disagree: a leak, a slot in two uses, bytes.
 
         `tails` are the slots that running prefills hold besides spans.
         """

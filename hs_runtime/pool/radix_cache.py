@@ -121,7 +121,7 @@ class HieraRadixCache(RadixCache):
         return values, node
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """The upper part [0, split_len) of a node becomes a node of its own, with the same locks."""
+        """The upper part [0, split_len) of a node becomes its own node, with the same locks."""
         unit = self.unit_of(key)
         upper = TreeNode(priority=child.priority)
         upper.hit_count, upper.lock_ref, upper.parent = (
@@ -339,7 +339,7 @@ class HieraRadixCache(RadixCache):
         return retracted, ratio, aborted
 
     def limit_new_tokens(self, req: Any) -> None:
-        """Caps max_new_tokens at what the arena can hold; a prompt that can never fit is refused."""
+        """Caps max_new_tokens at what the arena can hold; refuses a prompt that can never fit."""
         assert self.storage is not None
         policy, n, params = policy_of(req), len(req.origin_input_ids), req.sampling_params
         if not self.storage.never_fits(policy, n, params.max_new_tokens):

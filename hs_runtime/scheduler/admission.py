@@ -82,7 +82,7 @@ def prefill_need(rules: Lifecycle, policy: SparsityPolicy, n: int, hit: int) -> 
 
 
 def prefill_form(rules: Lifecycle, policy: SparsityPolicy, n: int) -> Slots:
-    """Slots of a prompt of n tokens when its prefill is done and decode has not changed anything."""
+    """Slots of a prompt of n tokens at the end of its prefill, before decode changes anything."""
     sparse = 0
     for side in SIDES:
         share = policy.prefill.of(side)

@@ -15,7 +15,7 @@ SIDES = (0, 1)
 
 
 def sparse_count(share: int, candidates: int) -> int:
-    """ceil(share * candidates), exactly: the sparse pages of a segment with that many candidates."""
+    """ceil(share * candidates), exactly: how many of a segment's candidates are sparse."""
     return -(-share * candidates // 1000)
 
 
@@ -58,7 +58,7 @@ class Lifecycle:
         return t // self.segment * self.segment_pages
 
     def window_page(self, t: int) -> int:
-        """First page that a decode query at position t reads dense (apart from the sink); may be negative."""
+        """First page after the sink that a decode query at t reads dense; may be negative."""
         return t // self.page - self.window // self.page
 
     def granularity(self, policy: SparsityPolicy) -> int:
@@ -72,7 +72,7 @@ class Lifecycle:
         return max(0, (n - self.window) // self.segment * self.segment)
 
     def kept_copies(self, policy: SparsityPolicy, n: int, side: int) -> range:
-        """Pages of complete segments whose dense copy a prompt of n tokens keeps besides the prefill form."""
+        """Pages of complete segments of which a prompt of n tokens keeps a dense copy too."""
         share, end = policy.prefill.of(side), n // self.segment * self.segment_pages
         limit = self.reuse_limit(policy, n)
         if not share or end * self.page <= limit:
@@ -96,5 +96,5 @@ class Lifecycle:
         return False
 
     def next_replay_end(self, position: int, known: int) -> int:
-        """Where a replay extend that starts at `position` ends: the next page boundary, or all known tokens."""
+        """Where a replay extend from `position` on ends: at the next page, or the last known token."""
         return min(known, (position // self.page + 1) * self.page)

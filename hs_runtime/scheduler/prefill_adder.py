@@ -19,6 +19,7 @@ class HieraPrefillAdder(PrefillAdder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.storage = self.tree_cache.storage
+        self.new_chunked_req: Req | None = None
         self.retracted: list[Req] = self.tree_cache.retracted_replays
         self.replays = False
 
