@@ -24,7 +24,7 @@ SIDES = (0, 1)
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """`references` are spans that hold it; `idle` marks slots of prefix-cache nodes without a lock."""
+    """`references` are spans that hold it; `idle`: a prefix-cache node without a lock does."""
 
     kind: BlockKind
     index: int
@@ -111,7 +111,7 @@ class Arena:
         block.slots[slot.index] = slot
 
     def allocate(self, kind: BlockKind) -> Slot:
-        """A slot with one reference; RuntimeError if the ledger let a step pass that does not fit."""
+        """A slot with one reference; RuntimeError if the ledger let through what does not fit."""
         index = self._block_with_hole(kind)
         if index is None:
             if not self._free:

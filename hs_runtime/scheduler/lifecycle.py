@@ -96,5 +96,5 @@ class Lifecycle:
         return False
 
     def next_replay_end(self, position: int, known: int) -> int:
-        """Where a replay extend from `position` on ends: at the next page, or the last known token."""
+        """Where a replay extend from `position` on ends: the next page, or the last known token."""
         return min(known, (position // self.page + 1) * self.page)
