@@ -416,61 +416,112 @@ def prefill_attention(
     q [T, Hq, D], k and v [T, Hkv, D] of the chunks, refs int32 [2, P, Hkv]. Gives out [T, Hq, D]
     in q's dtype and lse f32 [T, Hq].
     """
-    q_heads, head_dim = q.shape[1:]
+    tokens, q_heads, head_dim = q.shape
     heads = k.shape[1]
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    bounds = plan.cu_seqlens.tolist()
-    tiles = plan.tile_offsets.tolist()
-    frontiers = plan.frontiers.tolist()
-    tail_first = plan.tail_first.tolist()
+    lse = torch.full((tokens, q_heads), -torch.inf, dtype=torch.float32, device=q.device)
+    begins, tiles = plan.cu_seqlens.tolist(), plan.tile_offsets.tolist()
+    all_frontiers, tail_first = plan.frontiers.tolist(), plan.tail_first.tolist()
     for r, a in enumerate(plan.prefix_lens.tolist()):
-        begin, end = bounds[r], bounds[r + 1]
+        begin, end = begins[r], begins[r + 1]
         if begin == end:
             continue
         b = a + end - begin
-        frontier = [max(0, f) for f in frontiers[tiles[r] : tiles[r + 1]]]
-        if len(frontier) != -(-b // TILE) - a // TILE:
-            raise ValueError(f"request {r}: {len(frontier)} frontiers for rows [{a}, {b})")
-        last_page, first_page = max(frontier), min(frontier)
-        stored, tail = [], []
-        for side in Side:
-            pages = plan.page_table[r, :last_page]
-            stored.append(load_pages(arena, refs[side][pages], side, fmt))
-            tail_pages = max(0, -(-a // fmt.block_size) - first_page)
-            at = first_page - tail_first[r]
-            slots = plan.tail_slots[r, side, at : at + tail_pages] if tail_pages else None
-            tail.append(_load_dense(arena, slots, heads, fmt, q.device))
-        own = [x[begin:end].transpose(0, 1) for x in (k, v)]
-        rows = q[begin:end].view(b - a, heads, q_heads // heads, head_dim).to(torch.float32)
-        start = a // TILE * TILE
-        while start < b:
-            f = frontier[start // TILE - a // TILE]
-            lo, hi = max(a, start), min(start + TILE, b)
-            edge = f * fmt.block_size
-            keys, values = (
-                torch.cat(
-                    [
-                        stored[side][:, : min(edge, hi)].to(torch.float32),
-                        tail[side][:, edge - first_page * fmt.block_size :][
-                            :, : max(0, a - edge)
-                        ].to(torch.float32),
-                        own[side][:, max(0, edge - a) : max(0, hi - a)].to(torch.float32),
-                    ],
-                    dim=1,
-                )
-                for side in Side
+        frontiers = [max(0, page) for page in all_frontiers[tiles[r] : tiles[r + 1]]]
+        if len(frontiers) != -(-b // TILE) - a // TILE:
+            raise ValueError(f"request {r}: {len(frontiers)} frontiers for rows [{a}, {b})")
+        keys = [
+            _KeySource(
+                stored=load_pages(
+                    arena, refs[side][plan.page_table[r, : max(frontiers)]], side, fmt
+                ).to(torch.float32),
+                tail=_load_tail(
+                    arena, plan.tail_slots[r, side], tail_first[r], min(frontiers), a, heads, fmt
+                ),
+                tail_start=min(frontiers) * fmt.block_size,
+                own=x[begin:end].transpose(0, 1).to(torch.float32),
+                own_start=a,
             )
-            position = torch.arange(lo, hi, device=q.device)
-            visible = torch.arange(hi, device=q.device)[None, :] <= position[:, None]
-            group = q_heads // heads
-            tile = rows[lo - a : hi - a].permute(1, 2, 0, 3).reshape(heads, -1, head_dim)
-            o, z = _attend(tile, keys, values, scale, visible.repeat(group, 1))
-            o = o.view(q_heads, hi - lo, head_dim).transpose(0, 1)
-            out[begin + lo - a : begin + hi - a] = o.to(q.dtype)
-            lse[begin + lo - a : begin + hi - a] = z.view(q_heads, hi - lo).T
-            start += TILE
+            for side, x in ((Side.K, k), (Side.V, v))
+        ]
+        rows = q[begin:end].reshape(b - a, heads, q_heads // heads, head_dim)
+        rows = rows.permute(1, 2, 0, 3).to(torch.float32) * scale
+        for lo, hi, frontier in _runs(a, b, frontiers):
+            k_seen, v_seen = (source.until(hi, frontier * fmt.block_size) for source in keys)
+            o, z = _attend_causally(rows[:, :, lo - a : hi - a], k_seen, v_seen)
+            at = slice(begin + lo - a, begin + hi - a)
+            out[at] = o.permute(2, 0, 1, 3).reshape(hi - lo, q_heads, head_dim)
+            lse[at] = z.permute(2, 0, 1).reshape(hi - lo, q_heads)
     return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class _KeySource:
+    """One side of a request's keys, f32 [Hkv, n, D] each: what refs say of the pages before the
+    highest frontier, the dense tail from `tail_start` to `own_start`, and the chunk's own."""
+
+    stored: Tensor
+    tail: Tensor
+    tail_start: int
+    own: Tensor
+    own_start: int
+
+    def until(self, end: int, frontier: int) -> Tensor:
+        """[Hkv, end, D]: positions before `frontier` as stored, the others dense."""
+        stored = self.stored[:, : min(frontier, end)]
+        tail = self.tail[:, frontier - self.tail_start :]
+        own = self.own[:, max(0, frontier - self.own_start) : max(0, end - self.own_start)]
+        return torch.cat([stored, tail, own], dim=1)
+
+
+def _load_tail(
+    arena: Tensor, slots: Tensor, first: int, begin: int, end: int, heads: int, fmt: BlockFormat
+) -> Tensor:
+    """f32 [Hkv, n, D]: from page `begin` to position `end`; slots[i] holds page `first` + i."""
+    tokens = max(0, end - begin * fmt.block_size)
+    pages = -(-tokens // fmt.block_size)
+    used = slots[begin - first : begin - first + pages] if pages else slots[:0]
+    blocks = dense_slots(arena, fmt, heads)[used.to(torch.int64)].transpose(0, 1)
+    return blocks.reshape(heads, pages * fmt.block_size, fmt.head_dim)[:, :tokens].float()
+
+
+def _runs(a: int, b: int, frontiers: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields (lo, hi, frontier): the rows [a, b) cut where the frontier of their tiles changes."""
+    lo = a
+    for j, frontier in enumerate(frontiers):
+        hi = min(b, (a // TILE + j + 1) * TILE)
+        if j + 1 == len(frontiers) or frontiers[j + 1] != frontier:
+            yield lo, hi, frontier
+            lo = hi
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out f32 [Hkv, G, M, D] and lse f32 [Hkv, G, M] of scaled q [Hkv, G, M, D] over k, v
+    [Hkv, N, D], whose last M positions are those of the rows."""
+    group, rows = q.shape[1:3]
+    k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    before = k.shape[2] - rows
+    out, lse = _attend(q, k[:, :, before:], v[:, :, before:], causal=True)
+    if before:
+        o, z = _attend(q, k[:, :, :before], v[:, :, :before], causal=False)
+        out, lse = merge_states(torch.stack([out, o]), torch.stack([lse, z]))
+    return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """out f32 [Hkv, G, M, D] and lse f32 [Hkv, G, M] of scaled q over k, v [Hkv, G, N, D]."""
+    if q.device.type == "cpu":
+        # torch's own blocked softmax: the scores of a long prefix are never whole in memory.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, scale=1.0
+        )
+        return out, lse
+    scores = torch.matmul(q, k.transpose(-2, -1))
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(future, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    return torch.matmul(torch.exp(scores - lse[..., None]), v), lse
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -482,29 +533,3 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     weighted = torch.where(weights[..., None] > 0, outs * weights[..., None], 0.0).sum(dim=0)
     out = torch.where(total[..., None] > 0, weighted / total[..., None], 0.0)
     return out, finite_top + torch.log(total)
-
-
-def _load_dense(
-    arena: Tensor, slots: Tensor | None, heads: int, fmt: BlockFormat, device: torch.device
-) -> Tensor:
-    """[heads, n * 64, D] of n dense slots."""
-    if slots is None:
-        return torch.empty((heads, 0, fmt.head_dim), dtype=fmt.torch_dtype, device=device)
-    blocks = dense_slots(arena, fmt, heads)[slots.to(torch.int64)]
-    return blocks.transpose(0, 1).reshape(heads, -1, fmt.head_dim)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """out f32 [heads, M, D] and lse f32 [heads, M] of q [heads, M, D] over k, v [heads, N, D].
-
-    `visible` bool [M, N] hides keys from rows; a row that sees none gives 0 and -inf.
-    """
-    scores = torch.matmul(q, k.to(torch.float32).transpose(1, 2)) * scale
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    finite = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
-    probabilities = torch.exp(scores - finite[..., None])
-    return torch.matmul(probabilities, v.to(torch.float32)), lse
