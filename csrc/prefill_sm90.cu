@@ -162,7 +162,7 @@ struct Config {
   static constexpr int kColumns = kP + (MixedV ? kConsumers * 2 * kPBytes : 0);
   static constexpr int kInfo = kColumns + kConsumers * 4 * kWarpgroupRows * 4;
   static constexpr int kKinds = kInfo + kStages * int(sizeof(StepInfo));
-  static constexpr int kItems = kKinds + kStages * 8;
+  static constexpr int kItems = (kKinds + kStages * 8 + 15) / 16 * 16;
   static constexpr int kBarriers = (kItems + 2 * 48 + 15) / 16 * 16;
   static constexpr int kBytes = kBarriers + 8 * (2 + 4 * kStages + 5);
   static_assert(kBytes <= 232448, "shared memory of one CTA");
