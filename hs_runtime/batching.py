@@ -13,7 +13,6 @@ from typing import Any
 from hs_runtime.attention.plan import (
     TILE,
     AttnPlan,
-    DecodeRow,
     ExtendRow,
     build_decode_plan,
     build_extend_plan,
@@ -50,8 +49,10 @@ class BatchPlanner:
             rows.append(self._extend_row(work))
             groups += self._groups(work, first)
             first += work.end - work.start
+        read = [w.state.policy.decode if w.replay else w.state.policy.prefill for w in works]
+        sparse = (any(each.key for each in read), any(each.value for each in read))
         plan = build_extend_plan(
-            rows, self.pool.take_operations(), groups, self.rules.page, self.pool.device
+            rows, self.pool.take_operations(), groups, sparse, self.rules.page, self.pool.device
         )
         for work in works:
             state = work.state
@@ -120,8 +121,9 @@ class BatchPlanner:
         rows = []
         for state, _ in steps:
             p = state.position // self.rules.page
-            slots = [self.storage.dense_slot(state, p, side).index for side in SIDES]
-            rows.append(DecodeRow(state.position, tuple(state.pages), (slots[0], slots[1])))
+            for side in SIDES:
+                self.storage.dense_slot(state, p, side)  # raises if the token has no place
+            rows.append((state.position, state.pages[p]))
             state.position += 1
         return build_decode_plan(
             rows, self.pool.take_operations(), self.rules.page, self.pool.device

@@ -439,7 +439,15 @@ def create_backend(runner: Any) -> Any:
     pool = runner.token_to_kv_pool
     compressor = Compressor(pool.block_pool, build_pruner(constants.pruner))
     logger.info("hierasparse serves with %s", constants.to_json())
-    return HieraAttnBackend(pool, runner.req_to_token_pool, compressor)
+    from sglang.srt.runtime_context import get_parallel
+
+    return HieraAttnBackend(
+        pool,
+        runner.req_to_token_pool,
+        compressor,
+        q_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
+        max_rows=runner.req_to_token_pool.size,
+    )
 
 
 def create_radix_cache(context: Any) -> Any:

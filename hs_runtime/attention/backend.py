@@ -1,48 +1,132 @@
-"""SGLang's attention backend `hierasparse`: write, compress, attend. It knows no policy."""
+"""SGLang's attention backend `hierasparse`: write, compress, attend. It knows no policy.
+
+What changes refs or slots happens in `init_forward_metadata`, on the forward stream and outside
+CUDA graphs. A captured decode reads refs, slots and the static buffers of `_DecodeBuffers`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from hs_kernels import ops
 from hs_kernels.block_format import Side
-from hs_runtime.attention.plan import AttnPlan, BatchCompressor
+from hs_runtime.attention.plan import AttnPlan, BatchCompressor, ExtendTensors
 from hs_runtime.pool.kv_pool import HieraKVPool
 
 
+@dataclass(frozen=True, slots=True)
+class _DecodeBuffers:
+    """Inputs of `decode_attention` at addresses that never move; rows of a captured batch that are
+    padding have length 0 and write to the dummy page."""
+
+    page_table: Tensor  # int32 [rows, pages]
+    seq_lens: Tensor  # int32 [rows]
+    locations: Tensor  # int64 [rows]
+    workspace: Any  # None on the CPU
+
+    @classmethod
+    def allocate(
+        cls, rows: int, pages: int, workspace: Any, device: torch.device
+    ) -> _DecodeBuffers:
+        return cls(
+            torch.zeros((rows, pages), dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            workspace,
+        )
+
+    def head(self, rows: int) -> _DecodeBuffers:
+        return _DecodeBuffers(
+            self.page_table[:rows], self.seq_lens[:rows], self.locations[:rows], self.workspace
+        )
+
+
 class HieraAttnBackend(AttentionBackend):
-    """Attention over mixed blocks. Plans come from the scheduler through the pool; everything that
-    changes refs or slots happens in `init_forward_metadata`, on the forward stream."""
+    """Attention over mixed blocks. Plans come from the scheduler through the pool."""
 
     def __init__(
-        self, pool: HieraKVPool, req_to_token_pool: Any, compressor: BatchCompressor
+        self,
+        pool: HieraKVPool,
+        req_to_token_pool: Any,
+        compressor: BatchCompressor,
+        *,
+        q_heads: int,
+        max_rows: int,
     ) -> None:
         super().__init__()
         self.token_to_kv_pool, self.req_to_token_pool = pool, req_to_token_pool
-        self.pool, self.compressor = pool.block_pool, compressor
+        self.pool, self.compressor, self.q_heads = pool.block_pool, compressor, q_heads
         self.plan: AttnPlan | None = None
+        self.decode: _DecodeBuffers | None = None
+        self._on_cuda = self.pool.device.type == "cuda"
+        self._dense_attention = _hopper_dense_attention() if self._on_cuda else None
+        self._allocate(max_rows)
+
+    def _allocate(self, rows: int) -> None:
+        pool, workspace = self.pool, None
+        if self._on_cuda:
+            workspace = ops.decode_workspace(
+                rows, self.q_heads, pool.heads, pool.format, pool.device
+            )
+        pages = -(-self.req_to_token_pool.req_to_token.shape[1] // self.token_to_kv_pool.page_size)
+        self._buffers = _DecodeBuffers.allocate(rows, pages, workspace, pool.device)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_bs > self._buffers.seq_lens.shape[0]:
+            self._allocate(max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        decoding = forward_batch.forward_mode.is_decode()
+        if in_capture or not self.token_to_kv_pool.has_plan:
+            # Recording, or a warm-up before the first request: nothing may change.
+            self.plan = None
+            if decoding:
+                self._fill(forward_batch.batch_size, None, None)
+            return
         plan: AttnPlan = self.token_to_kv_pool.current_plan()
-        if plan.num_rows != forward_batch.batch_size:
+        rows = forward_batch.batch_size - (getattr(forward_batch, "num_padding", 0) or 0)
+        if plan.num_rows != rows or decoding != (plan.prefill is None):
             raise RuntimeError(
-                f"{forward_batch.batch_size} requests in the forward, {plan.num_rows} in its plan"
+                f"{rows} requests in the forward, {plan.num_rows} in its plan; "
+                f"decode is {decoding} and {plan.prefill is None}"
             )
         if not plan.begun:
             self.pool.apply(plan.operations, self.compressor.convert)
-            self.compressor.begin(plan.groups)
+            if plan.prefill is not None:
+                self.compressor.begin(plan.prefill.groups)
             plan.begun = True
         self.plan = plan
+        if decoding:
+            self._fill(forward_batch.batch_size, plan, forward_batch.req_pool_indices[:rows])
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        assert self.plan is not None
-        dense = self.pool.dense_view(layer)
-        for side, rows in zip(Side, (k, v), strict=True):
-            writes = self.plan.writes[side]
-            dense[writes.slots, :, writes.offsets] = rows[writes.rows]
+    def _fill(self, rows: int, plan: AttnPlan | None, slots: Tensor | None) -> None:
+        """Static inputs of this decode step: a snapshot, since SGLang goes on writing its rows."""
+        buffers = self._buffers.head(rows)
+        used = 0
+        if plan is not None and slots is not None:
+            assert plan.seq_lens is not None and plan.locations is not None
+            used, page = plan.num_rows, self.token_to_kv_pool.page_size
+            table = self.req_to_token_pool.req_to_token[slots, : plan.longest : page] // page
+            buffers.page_table[:used, : table.shape[1]] = table
+            buffers.seq_lens[:used] = plan.seq_lens
+            buffers.locations[:used] = plan.locations
+        if used < rows:
+            buffers.seq_lens[used:] = 0
+            buffers.locations[used:] = 0
+            buffers.page_table[used:] = 0
+        if buffers.workspace is not None:
+            ops.plan_decode(
+                buffers.workspace, self.pool.refs[0], buffers.page_table, buffers.seq_lens
+            )
+        self.decode = buffers
 
     def _heads(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, extra: dict[str, Any]
@@ -67,23 +151,66 @@ class HieraAttnBackend(AttentionBackend):
         **extra: Any,
     ) -> Tensor:
         """q [T, Hq * D], k and v [T, Hkv * D] of the chunks; gives [T, Hq * D]."""
-        plan = self.plan
-        assert plan is not None and plan.prefill is not None and save_kv_cache
         q, k, v = self._heads(q, k, v, layer, extra)
+        if self.plan is None:
+            return torch.zeros_like(q).reshape(q.shape[0], -1)  # a warm-up, before any request
+        plan, pool = self.plan.prefill, self.pool
+        assert plan is not None and save_kv_cache
         index = layer.layer_id - self.token_to_kv_pool.start_layer
-        self._write(index, k, v)
+        dense = pool.dense_view(index)
+        for side, rows in zip(Side, (k, v), strict=True):
+            writes = plan.writes[side]
+            dense[writes.slots, :, writes.offsets] = rows[writes.rows]
         self.compressor.apply(index, k, v)
-        out, _ = ops.prefill_attention(
-            q,
-            k,
-            v,
-            self.pool.arena[index],
-            self.pool.refs[index],
-            plan.prefill,
-            layer.scaling,
-            self.pool.format,
-        )
+        if self._dense_attention is not None and not any(plan.sparse):
+            out = self._attend_dense(index, q, k, v, plan, layer.scaling)
+        else:
+            out, _ = ops.prefill_attention(
+                q,
+                k,
+                v,
+                pool.arena[index],
+                pool.refs[index],
+                plan.attention,
+                layer.scaling,
+                pool.format,
+                sparse_k=plan.sparse[Side.K],
+                sparse_v=plan.sparse[Side.V],
+            )
         return out.reshape(out.shape[0], -1)
+
+    def _attend_dense(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: ExtendTensors, scale: float
+    ) -> Tensor:
+        """All pages of all rows are dense: the device's best dense kernel, on gathered prefixes."""
+        assert self._dense_attention is not None and self.plan is not None
+        attention, rows = plan.attention, (k, v)
+        dense, heads = self.pool.dense_view(index), self.pool.heads
+        head = torch.arange(heads, device=q.device)
+        gathered: list[Tensor] = []
+        for side in Side:
+            parts = []
+            for r, prefix in enumerate(plan.prefixes):
+                if prefix:
+                    pages = attention.page_table[r, : -(-prefix // 64)].long()
+                    refs = self.pool.refs[index, side, pages].long()
+                    blocks = dense[refs, head].transpose(1, 2).reshape(-1, heads, q.shape[2])
+                    parts.append(blocks[:prefix])
+                parts.append(rows[side][plan.bounds[r] : plan.bounds[r + 1]])
+            gathered.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+        prefix_sum = torch.nn.functional.pad(attention.prefix_lens.cumsum(0), (1, 0))
+        out: Tensor = self._dense_attention(
+            q.contiguous(),
+            gathered[Side.K].contiguous(),
+            gathered[Side.V].contiguous(),
+            attention.cu_seqlens,
+            (attention.cu_seqlens + prefix_sum).to(torch.int32),
+            max_seqlen_q=plan.longest_chunk,
+            max_seqlen_k=self.plan.longest,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out
 
     def forward_decode(
         self,
@@ -96,22 +223,31 @@ class HieraAttnBackend(AttentionBackend):
         **extra: Any,
     ) -> Tensor:
         """One token for each request: q [R, Hq * D], k and v [R, Hkv * D]; gives [R, Hq * D]."""
-        plan = self.plan
-        assert plan is not None and plan.page_table is not None and plan.seq_lens is not None
-        assert save_kv_cache
+        decode, pool = self.decode, self.pool
+        assert decode is not None and save_kv_cache
         q, k, v = self._heads(q, k, v, layer, extra)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
-        self._write(index, k, v)
+        for side, rows in zip(Side, (k, v), strict=True):
+            ops.store_tokens(
+                rows, pool.arena[index], pool.refs[index, side], decode.locations, pool.format
+            )
         out, _ = ops.decode_attention(
             q,
-            self.pool.arena[index],
-            self.pool.refs[index],
-            plan.page_table,
-            plan.seq_lens,
+            pool.arena[index],
+            pool.refs[index],
+            decode.page_table,
+            decode.seq_lens,
             layer.scaling,
-            self.pool.format,
+            pool.format,
+            workspace=decode.workspace,
         )
         return out.reshape(out.shape[0], -1)
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
+
+def _hopper_dense_attention() -> Any:
+    """FlashAttention-3 where this device and this SGLang have it, else None."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return None
+    from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func

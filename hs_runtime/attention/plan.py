@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -48,15 +49,6 @@ class ExtendRow:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """One token at `position`, written to the dense slots `slots` (K, V) of its page."""
-
-    position: int
-    pages: tuple[int, ...]
-    slots: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
 class SideWrites:
     """Rows of the batch's K or V and where they go: dense slot, offset in the page (int64 [N])."""
 
@@ -65,18 +57,37 @@ class SideWrites:
     offsets: Tensor
 
 
-@dataclass(eq=False, slots=True)
-class AttnPlan:
-    """One forward. `operations` are the pool's and run before the first layer, once."""
+@dataclass(frozen=True, slots=True)
+class ExtendTensors:
+    """The part of an extend's plan that every layer reads."""
 
-    operations: list[Operation]
+    attention: PrefillPlan
     groups: Sequence[Any]
     writes: tuple[SideWrites, SideWrites]
-    prefill: PrefillPlan | None
-    page_table: Tensor | None
-    seq_lens: Tensor | None
+    sparse: tuple[bool, bool]
+    bounds: list[int]  # cu_seqlens on the host
+    prefixes: list[int]  # prefix_lens on the host
+
+    @property
+    def longest_chunk(self) -> int:
+        return max(b - a for a, b in pairwise(self.bounds))
+
+
+@dataclass(eq=False, slots=True)
+class AttnPlan:
+    """One forward. `operations` are the pool's and run before the first layer, once.
+
+    Extends have `prefill`, and `sparse` says of each side whether a query may read a sparse block.
+    Decodes have `seq_lens` int32 [R], the new token included, and `locations` int64 [R], where it
+    goes: page * 64 + offset. Their page table is SGLang's row of token slots.
+    """
+
+    operations: list[Operation]
     num_rows: int
-    num_tokens: int
+    prefill: ExtendTensors | None = None
+    seq_lens: Tensor | None = None
+    locations: Tensor | None = None
+    longest: int = 0
     begun: bool = False
 
 
@@ -89,6 +100,7 @@ def build_extend_plan(
     rows: Sequence[ExtendRow],
     operations: list[Operation],
     groups: Sequence[Any],
+    sparse: tuple[bool, bool],
     page: int,
     device: torch.device,
 ) -> AttnPlan:
@@ -121,10 +133,11 @@ def build_extend_plan(
         for p, side, slot in row.writes:
             lo, hi = max(row.start, p * page), min(row.end, (p + 1) * page)
             places[side].append((first + lo - row.start, hi - lo, slot, lo - p * page))
-    writes = tuple(_side_writes(places[side], page, device) for side in Side)
-    return AttnPlan(
-        operations, groups, (writes[0], writes[1]), prefill, None, None, len(rows), bounds[-1]
-    )
+    k, v = (_side_writes(places[side], page, device) for side in Side)
+    prefixes = [row.start for row in rows]
+    tensors = ExtendTensors(prefill, groups, (k, v), sparse, bounds, prefixes)
+    longest = max(row.end for row in rows)
+    return AttnPlan(operations, len(rows), prefill=tensors, longest=longest)
 
 
 def _side_writes(
@@ -141,27 +154,17 @@ def _side_writes(
 
 
 def build_decode_plan(
-    rows: Sequence[DecodeRow], operations: list[Operation], page: int, device: torch.device
+    rows: Sequence[tuple[int, int]], operations: list[Operation], page: int, device: torch.device
 ) -> AttnPlan:
-    """One query token for each row."""
-    width = max(1, max((len(row.pages) for row in rows), default=0))
-    table = torch.tensor(
-        [(*row.pages, *[0] * (width - len(row.pages))) for row in rows], dtype=torch.int32
-    ).view(len(rows), width)
-    positions = torch.tensor([row.position for row in rows], dtype=torch.long)
-    slots = torch.tensor([row.slots for row in rows], dtype=torch.long).view(-1, 2)
-    index = torch.arange(len(rows))
-    writes = [
-        SideWrites(index.to(device), slots[:, side].to(device), (positions % page).to(device))
-        for side in Side
-    ]
+    """One query token for each row: (its position, its page id)."""
+    table = torch.tensor(rows, dtype=torch.long).view(-1, 2)
+    positions, pages = table.unbind(1)
+    both = torch.stack([positions + 1, pages * page + positions % page])
+    both = both.to(device, non_blocking=True)
     return AttnPlan(
         operations,
-        (),
-        (writes[0], writes[1]),
-        None,
-        table.to(device, non_blocking=True),
-        (positions + 1).to(torch.int32).to(device, non_blocking=True),
         len(rows),
-        len(rows),
+        seq_lens=both[0].to(torch.int32),
+        locations=both[1],
+        longest=max((position + 1 for position, _ in rows), default=0),
     )

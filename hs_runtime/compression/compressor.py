@@ -40,11 +40,15 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """All groups of one page, of one side, as index tensors: their only slot is sparse."""
+    """All groups of one page, of one side: their only slot is sparse.
 
-    from_chunk: Tensor  # int64 [N1, 64] rows of the batch's K/V
-    from_slots: Tensor  # int64 [N2] dense slots
-    slots: Tensor  # int32 [N1 + N2] sparse slots
+    `runs` are (first row of the batch's K/V, pages) of neighbours, whose refs come first and in
+    that order in `refs` int32 [N, H]; the rest are pages in the dense slots `stored` int64.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    stored: Tensor
+    refs: Tensor
 
 
 class Compressor:
@@ -66,7 +70,7 @@ class Compressor:
     def begin(self, groups: Sequence[PageGroup]) -> None:
         """Prepares the compression of one extend batch and writes the refs that are the same for
         all layers and heads. Must stay out of CUDA graphs."""
-        pool, page = self.pool, torch.arange(64, device=self.pool.device)
+        pool = self.pool
         self._groups = [g for g in groups if len(g.pages) > 1 or not g.sparse]
         self._singles = {}
         for side in Side:
@@ -76,21 +80,31 @@ class Compressor:
             chunk = [g for g in single if g.sources[0].token >= 0]
             stored = [g for g in single if g.sources[0].token < 0]
             ordered = chunk + stored
-            first = self._index([g.sources[0].token for g in chunk])
+            runs: list[tuple[int, int]] = []
+            for token in (g.sources[0].token for g in chunk):
+                if runs and token == runs[-1][0] + 64 * runs[-1][1]:
+                    runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+                else:
+                    runs.append((token, 1))
             refs = self._index([g.refs[0] for g in ordered]).to(torch.int32)
             pool.refs[:, side, self._index([g.pages[0] for g in ordered])] = refs[None, :, None]
             self._singles[side] = _Singles(
-                from_chunk=first[:, None] + page,
-                from_slots=self._index([g.sources[0].slot for g in stored]),
-                slots=-refs,
+                runs=tuple(runs),
+                stored=self._index([g.sources[0].slot for g in stored]),
+                refs=refs[:, None].expand(-1, pool.heads).contiguous(),
             )
 
     def apply(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Compresses the batch's pages of one layer from k, v [T, Hkv, D] and the dense slots."""
         for side, singles in self._singles.items():
-            own = (k, v)[side][singles.from_chunk].transpose(1, 2)
-            stored = self.pool.dense_view(layer)[singles.from_slots]
-            self._store_sparse(layer, side, torch.cat([own, stored]), singles.slots)
+            rows, done = (k, v)[side], 0
+            for first, pages in singles.runs:
+                blocks = rows[first : first + 64 * pages].unflatten(0, (pages, 64)).transpose(1, 2)
+                self._store_sparse(layer, side, blocks, singles.refs[done : done + pages])
+                done += pages
+            if singles.stored.numel():
+                stored = self.pool.dense_view(layer)[singles.stored]
+                self._store_sparse(layer, side, stored, singles.refs[done:])
         for group in self._groups:
             blocks = torch.stack([self._load(layer, (k, v)[group.side], s) for s in group.sources])
             self._place(layer, group, blocks)
@@ -106,9 +120,9 @@ class Compressor:
                     self._index([r[0] for r in refs])
                     for refs in zip(*((c.old, c.new) for c in rows), strict=True)
                 )
+                refs = new.to(torch.int32)[:, None].expand(-1, self.pool.heads).contiguous()
                 for layer in range(self.pool.layers):
-                    blocks = self.pool.dense_view(layer)[old]
-                    self._store_sparse(layer, side, blocks, (-new).to(torch.int32))
+                    self._store_sparse(layer, side, self.pool.dense_view(layer)[old], refs)
                 pages = self._index([c.pages[0] for c in rows])
                 self.pool.refs[:, side, pages] = new.to(torch.int32)[None, :, None]
         for conversion in conversions:
@@ -180,11 +194,14 @@ class Compressor:
         refs = torch.empty_like(order).scatter_(0, order, new[:, None].expand(-1, heads))
         pool.refs[layer, group.side, pages] = refs.to(torch.int32)
 
-    def _store_sparse(self, layer: int, side: int, blocks: Tensor, slots: Tensor) -> None:
-        """Prunes and packs blocks [N, H, 64, D] into sparse slots int32 [N], all heads alike."""
+    def _store_sparse(self, layer: int, side: int, blocks: Tensor, refs: Tensor) -> None:
+        """Prunes and packs blocks [N, H, 64, D], any view, into the sparse slots of refs [N, H]."""
         pruned = self._prune(layer, side, blocks, ranked=False)
-        slots = slots[:, None].expand(-1, self.pool.heads).contiguous()
-        self._compress(layer, side, blocks, slots, pruned.keep, pruned.values)
+        if pruned.values is not None:
+            self._compress(layer, side, blocks, -refs, pruned.keep, pruned.values)
+            return
+        arena, fmt = self.pool.arena[layer], self.pool.format
+        ops.store_blocks(blocks, Side(side), arena, refs, fmt, keep=pruned.keep)
 
     def _compress(
         self,

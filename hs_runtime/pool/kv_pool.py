@@ -102,6 +102,11 @@ class HieraKVPool(KVCache):
             raise RuntimeError("a batch was planned while the one before it has not run")
         self._next_plan = plan
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether any batch was planned yet: warm-ups and captures run before the first."""
+        return self._next_plan is not None
+
     def current_plan(self) -> Any:
         if self._next_plan is None:
             raise RuntimeError("a forward came without a plan: the batch hooks did not run")
