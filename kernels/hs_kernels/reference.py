@@ -25,6 +25,8 @@ from hs_kernels.block_format import (
 
 TILE = 128  # query rows that share a frontier, at absolute multiples
 BATCH = 96  # blocks expanded at a time, so that their intermediate values stay in the cache
+ROWS = 1024  # query rows whose scores are in memory at once, off the CPU
+TOP_BITS = -1 << 30  # of an int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +168,12 @@ def unpack_blocks(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     """[N, 64, D] in fmt.torch_dtype of raw uint8 [N, sparse_bytes]; pruned positions are zero."""
     if raw.dtype != torch.uint8 or raw.dim() != 2 or raw.shape[1] != fmt.sparse_bytes:
         raise ValueError(f"raw is {raw.dtype} {list(raw.shape)}, not uint8 [N, {fmt.sparse_bytes}]")
-    operands = [_expand(part.contiguous(), side, fmt) for part in raw.split(BATCH)]
-    blocks = torch.cat(operands) if operands else _expand(raw, side, fmt)
+    blocks = torch.cat([_expand(part.contiguous(), side, fmt) for part in raw.split(BATCH)])
     return blocks.transpose(1, 2) if side == Side.K else blocks
 
 
 def _expand(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
-    """[N, depth, rows] of raw uint8 [N, sparse_bytes]: the transposed operand of each block.
+    """[N, depth, rows] of contiguous raw uint8 [N, sparse_bytes]: each operand, transposed.
 
     K comes with channels before tokens and V with tokens before channels, so that both are
     written in whole rows, and both are the right operand of a product of few query rows.
@@ -181,28 +182,34 @@ def _expand(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     tables = _unpack_tables(side, fmt, raw.device)
     # As floats, because only for these does torch gather columns with vector instructions.
     words = raw.view(torch.float32).index_select(1, tables.words).view(torch.int32)
-    metadata = words[:, tables.value_words :].view(n, groups // GROUP, 1, rows)
-    pair = (metadata >> tables.shift).flatten(1, 2)
-    first_at, second_at = pair & 3, pair >> 2 & 3
+    values, metadata = words.split((tables.value_words, groups * rows), dim=1)
     if fmt.itemsize == 4:
         integer = torch.int32
-        first, second = words[:, : tables.value_words].view(n, 2, groups, rows).unbind(1)
+        first, second = values.chunk(2, dim=1)
     else:
         integer = torch.int16
-        values = words[:, : tables.value_words].view(integer)
-        first, second = values.view(n, groups, rows, 2).unbind(-1)
-    bits = 8 * fmt.itemsize
-    first_at, second_at = (at.to(integer) * bits for at in (first_at, second_at))
+        first, second = values.view(integer).unflatten(1, (groups * rows, KEPT)).unbind(-1)
+    # The two bits of a kept position go to the top of an integer as wide as an element. As a
+    # shift, 0 there keeps the value, and anything else is negative or out of range: zero.
+    first_at = _narrow(metadata << tables.first_up & TOP_BITS, integer)
+    second_at = _narrow(metadata << tables.second_up & TOP_BITS, integer)
+    first, second, first_at, second_at = (
+        x.view(n, groups, rows) for x in (first, second, first_at, second_at)
+    )
     out = torch.empty((n, groups, GROUP, rows), dtype=integer, device=raw.device)
     p0, p1, p2, p3 = out.unbind(2)
-    # A shift by 0 keeps a value; one by less than nothing or by all its bits and more gives zero.
+    top = 8 * fmt.itemsize - 2
+    one, two, three = 1 << top, -2 << top, -1 << top
     torch.bitwise_left_shift(first, first_at, out=p0)
-    for p, position in ((1, p1), (2, p2)):
-        torch.bitwise_or(
-            first << (first_at - p * bits), second << (second_at - p * bits), out=position
-        )
-    torch.bitwise_left_shift(second, second_at - 3 * bits, out=p3)
+    torch.bitwise_or(first << (first_at ^ one), second << (second_at ^ one), out=p1)
+    torch.bitwise_or(first << (first_at ^ two), second << (second_at ^ two), out=p2)
+    torch.bitwise_left_shift(second, second_at ^ three, out=p3)
     return out.view(fmt.torch_dtype).view(n, groups * GROUP, rows)
+
+
+def _narrow(top_bits: Tensor, integer: torch.dtype) -> Tensor:
+    """The high half of int32 words, if `integer` is int16."""
+    return top_bits if integer == torch.int32 else (top_bits >> 16).to(integer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +222,10 @@ class _PackTables:
 
 @dataclass(frozen=True, slots=True)
 class _UnpackTables:
-    words: Tensor  # columns of 4 bytes: the values, then for each 4 groups of a row the metadata
+    words: Tensor  # columns of 4 bytes: the values, then the metadata word of each group, int64
     value_words: int
-    shift: Tensor  # int32 [4, rows]: lowest bit of the 4 groups in their metadata word
+    first_up: Tensor  # int32 [groups * rows]: left shift that brings a group's first position up
+    second_up: Tensor
 
 
 @cache
@@ -237,11 +245,13 @@ def _unpack_tables(side: Side, fmt: BlockFormat, device: torch.device) -> _Unpac
     pairs = nonzero_place(rows, depth).reshape(rows, depth // GROUP, KEPT).transpose(2, 1, 0)
     values = pairs if fmt.itemsize == 4 else pairs[0] // KEPT
     nibbles = metadata_place(rows, depth).reshape(rows, depth // GROUP).T
-    words = np.concatenate([fmt.metadata_bytes // 4 + values.ravel(), nibbles[::4].ravel() // 8])
+    words = np.concatenate([fmt.metadata_bytes // 4 + values.ravel(), nibbles.ravel() // 8])
+    first_up = torch.tensor(30 - nibbles.ravel() % 8 * 4, dtype=torch.int32, device=device)
     return _UnpackTables(
         words=torch.tensor(words, device=device),
         value_words=values.size,
-        shift=torch.tensor(nibbles[:4] % 8 * 4, dtype=torch.int32, device=device),
+        first_up=first_up,
+        second_up=first_up - 2,
     )
 
 
@@ -330,7 +340,8 @@ def _load_blocks(
     sparse = sparse_slots(arena, fmt, heads).flatten(0, 1)
     for at in (~is_dense).nonzero()[:, 0].split(BATCH):
         if at.numel():
-            yield at, unpack_blocks(sparse.index_select(0, index[at]), side, fmt)
+            blocks = _expand(sparse.index_select(0, index[at]), side, fmt)
+            yield at, blocks.transpose(1, 2) if side == Side.K else blocks
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -516,12 +527,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
             q, k, v, is_causal=causal, scale=1.0
         )
         return out, lse
-    scores = torch.matmul(q, k.transpose(-2, -1))
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(future, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    return torch.matmul(torch.exp(scores - lse[..., None]), v), lse
+    outs, lses = [], []
+    for start in range(0, q.shape[2], ROWS):
+        scores = torch.matmul(q[:, :, start : start + ROWS], k.transpose(-2, -1))
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            scores.masked_fill_(future.triu(1 + start), -torch.inf)
+        lses.append(scores.logsumexp(dim=-1))
+        outs.append(torch.matmul(torch.exp(scores - lses[-1][..., None]), v))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
