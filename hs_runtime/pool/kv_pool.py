@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,6 +94,9 @@ class HieraKVPool(KVCache):
             device=device,
         )
         self._next_plan: Any = None
+        # Plans are made on the scheduler's stream and read on the forward's: their memory must
+        # outlive the forward, which may run one batch behind.
+        self._recent_plans: deque[Any] = deque(maxlen=4)
         self._finalize_allocation_log(size)
 
     # plans: made by the scheduler, taken by the backend of the same process, one for each forward
@@ -101,6 +105,7 @@ class HieraKVPool(KVCache):
         if self._next_plan is not None and not self._next_plan.begun:
             raise RuntimeError("a batch was planned while the one before it has not run")
         self._next_plan = plan
+        self._recent_plans.append(plan)
 
     @property
     def has_plan(self) -> bool:
