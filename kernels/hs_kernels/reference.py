@@ -123,7 +123,8 @@ def _grouped_magnitudes(x: Tensor, side: Side, group: int) -> Tensor:
     axis = x.dim() - 1 if side == Side.K else x.dim() - 2
     if x.shape[axis] % group:
         raise ValueError(f"groups of {group} do not divide {x.shape[axis]}")
-    return bits.unflatten(axis, (x.shape[axis] // group, group))
+    grouped: Tensor = bits.unflatten(axis, (x.shape[axis] // group, group))
+    return grouped
 
 
 # --- packing ------------------------------------------------------------------------------------
@@ -482,7 +483,10 @@ class _KeySource:
         stored = self.stored[:, : min(frontier, end)]
         tail = self.tail[:, frontier - self.tail_start :]
         own = self.own[:, max(0, frontier - self.own_start) : max(0, end - self.own_start)]
-        return torch.cat([stored, tail, own], dim=1)
+        keys = torch.cat([stored, tail, own], dim=1)
+        if keys.shape[1] != end:
+            raise ValueError(f"the plan covers {keys.shape[1]} of {end} positions")
+        return keys
 
 
 def _load_tail(
@@ -527,6 +531,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
             q, k, v, is_causal=causal, scale=1.0
         )
         return out, lse
+    return attend_by_definition(q, k, v, causal)
+
+
+def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`_attend` in plain operations, for other devices."""
     outs, lses = [], []
     for start in range(0, q.shape[2], ROWS):
         scores = torch.matmul(q[:, :, start : start + ROWS], k.transpose(-2, -1))

@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from hs_kernels.block_format import BlockFormat, Side
 from hs_kernels.reference import (
     TILE,
+    PrefillPlan,
+    _attend,
+    attend_by_definition,
     block_losses,
     decode_attention,
+    dense_slots,
     keep_2_4,
     keep_n_m,
     merge_states,
@@ -233,3 +237,58 @@ def test_a_key_in_the_future_changes_nothing(chunk, share, seed):
     changed_out, changed_lse = run_prefill(case)
     assert_close("out", changed_out[:half], out[:half])
     assert_close("lse", changed_lse[:half], lse[:half])
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 500),
+    st.lists(st.integers(1, 499), max_size=4, unique=True),
+    st.sampled_from([128, 256]),
+    shares,
+    seeds,
+)
+def test_chunk_cuts_change_nothing(length, cuts, segment, share, seed):
+    """Under the segment rule. What a cut leaves behind of an unfinished segment is in its tail."""
+    heads, group = 2, 2
+    whole = segment_chunk(0, length, segment)
+    pages = -(-length // PAGE)
+    case = build_prefill_case(F32, heads, group, [whole], share, extra=2 * pages, seed=seed)
+    want_out, want_lse = run_prefill(case)
+
+    cache = case.cache
+    tail_slots = torch.tensor(cache.spare[: 2 * pages], dtype=torch.int32).view(1, 2, pages)
+    dense = dense_slots(cache.arena, F32, heads)
+    for side, x in zip(Side, (case.k, case.v), strict=True):
+        for position in range(length):
+            dense[tail_slots[0, side, position // PAGE], :, position % PAGE] = x[position]
+    bounds = [0, *sorted(c for c in cuts if c < length), length]
+    for a, b in itertools.pairwise(bounds):
+        chunk = segment_chunk(a, b, segment)
+        first = min(chunk.frontiers)
+        plan = PrefillPlan(
+            cu_seqlens=torch.tensor([0, b - a], dtype=torch.int32),
+            prefix_lens=torch.tensor([a], dtype=torch.int32),
+            page_table=case.plan.page_table,
+            tail_first=torch.tensor([first], dtype=torch.int32),
+            tail_slots=tail_slots[:, :, first:],
+            tile_offsets=torch.tensor([0, len(chunk.frontiers)], dtype=torch.int32),
+            frontiers=torch.tensor(chunk.frontiers, dtype=torch.int32),
+        )
+        q, k, v = (x[a:b] for x in (case.q, case.k, case.v))
+        out, lse = prefill_attention(q, k, v, cache.arena, cache.refs, plan, case.scale, F32)
+        assert_close(f"out of [{a}, {b})", out, want_out[a:b])
+        assert_close(f"lse of [{a}, {b})", lse, want_lse[a:b])
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 3), groups, st.integers(1, 1100), st.booleans(), st.data(), seeds)
+def test_plain_attention_is_the_blocked_one(heads, group, rows, causal, data, seed):
+    keys = rows if causal else data.draw(st.integers(1, 300))
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(heads, group, rows, 64, generator=rng) / 8
+    k, v = (torch.randn(heads, 1, keys, 64, generator=rng) for _ in range(2))
+    k, v = (x.expand(-1, group, -1, -1) for x in (k, v))
+    out, lse = attend_by_definition(q, k, v, causal)
+    want_out, want_lse = _attend(q, k, v, causal)
+    assert_close("out", out, want_out)
+    assert_close("lse", lse, want_lse)

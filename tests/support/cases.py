@@ -213,9 +213,12 @@ def build_prefill_case(
     share: tuple[float, float] = (0.5, 0.5),
     *,
     early_tail: int = 0,
+    extra: int = 0,
     seed: int = 0,
 ) -> PrefillCase:
     """A ragged batch. The tail slots begin `early_tail` pages before the lowest frontier.
+
+    The cache has at least `extra` dense slots to spare besides those of the tails.
 
     Tail tokens are unrelated to what refs say of the same pages, so reading one for the other is
     an error that shows; a begun page is NaN from `a` on.
@@ -225,7 +228,7 @@ def build_prefill_case(
     lowest = [min(c.frontiers, default=0) for c in chunks]
     first = [max(0, low - early_tail) for low in lowest]
     counts = [max(0, -(-c.a // PAGE) - f) for c, f in zip(chunks, first, strict=True)]
-    cache = build_cache(fmt, heads, pages + 3, share, spare=2 * sum(counts) + 1, seed=seed)
+    cache = build_cache(fmt, heads, pages + 3, share, spare=2 * sum(counts) + extra, seed=seed)
     dense = dense_slots(cache.arena, fmt, heads)
     spare = list(cache.spare)
 
@@ -261,6 +264,7 @@ def build_prefill_case(
         tile_offsets=_offsets([len(c.frontiers) for c in chunks]),
         frontiers=_int32([f for c in chunks for f in c.frontiers]),
     )
+    cache = replace(cache, spare=spare)
     return PrefillCase(cache, tuple(chunks), q, k, v, plan, tails, fmt.head_dim**-0.5)
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -174,6 +176,17 @@ def test_compressed_blocks_land_in_their_slots_and_nowhere_else(side):
     assert (got[untouched] == 0xFF).all()
 
 
+@pytest.mark.parametrize("side", Side)
+def test_a_mask_and_other_values_replace_the_choice_by_magnitude(side):
+    arena = torch.full((2 * F32.superblock_bytes,), 0xFF, dtype=torch.uint8)
+    blocks, values = torch.randn(1, 2, 64, 64), torch.randn(1, 2, 64, 64)
+    keep = keep_2_4(torch.randn(1, 2, 64, 64), side)
+    slots = torch.tensor([[3, 4]], dtype=torch.int32)
+    ops.compress_blocks(blocks, side, arena, slots, F32, keep, values)
+    got = load_pages(arena, -slots, side, F32)
+    assert torch.equal(got, torch.where(keep, values, 0.0)[0])
+
+
 def test_compressing_no_block_changes_nothing():
     arena = torch.full((2 * F32.superblock_bytes,), 0xFF, dtype=torch.uint8)
     none = torch.zeros(0, 2, dtype=torch.int32)
@@ -277,6 +290,13 @@ def test_a_plan_with_a_frontier_missing_is_refused():
     case = build_prefill_case(F32, 1, 1, [Chunk(0, 200, (0,))])
     with pytest.raises(ValueError, match=r"1 frontiers for rows \[0, 200\)"):
         run_prefill(case)
+
+
+def test_a_plan_without_all_pages_before_a_frontier_is_refused():
+    case = build_prefill_case(F32, 1, 1, [segment_chunk(256, 258, 256)])
+    short = replace(case.plan, page_table=case.plan.page_table[:, :3])
+    with pytest.raises(ValueError, match="the plan covers 194 of 258 positions"):
+        run_prefill(replace(case, plan=short))
 
 
 def run_prefill(case):
