@@ -59,7 +59,7 @@ class HieraRadixCache(RadixCache):
             ),
         )
         self.retracted_replays: list[Any] = []
-        self._check = check
+        self._check, self._checked = check, False
 
     def reset(self) -> None:
         super().reset()
@@ -284,6 +284,7 @@ class HieraRadixCache(RadixCache):
     # batches: SGLang's hooks call these around its own preparation of a batch
 
     def _offer(self, plan: Any) -> None:
+        self._checked = False
         self.allocator.get_kvcache().offer_plan(plan)
 
     def plan_extend(self, batch: Any) -> None:
@@ -362,8 +363,9 @@ class HieraRadixCache(RadixCache):
     def check_idle(self) -> None:
         """At idle: nothing is active, and every law of the pool holds."""
         assert self.storage is not None
-        if not self._check:
+        if not self._check or self._checked:
             return
+        self._checked = True  # idle comes round and round; the next batch makes it due again
         assert not self.storage.active, f"idle, but active: {list(self.storage.active)}"
         self.check_integrity()
 
