@@ -29,7 +29,13 @@
 #define HS_PINGPONG 1
 #endif
 #ifndef HS_Q_IN_REGISTERS
-#define HS_Q_IN_REGISTERS 1
+#define HS_Q_IN_REGISTERS 0
+#endif
+#ifndef HS_OVERLAP_ROWS
+#define HS_OVERLAP_ROWS 1
+#endif
+#ifndef HS_OVERLAP_COLUMNS
+#define HS_OVERLAP_COLUMNS 0
 #endif
 #ifndef HS_PRODUCER_REGISTERS
 #define HS_PRODUCER_REGISTERS 40
@@ -160,7 +166,7 @@ struct Config {
   static constexpr int kV = kK + kStages * 2 * kDenseBytes;
   static constexpr int kP = kV + kStages * 2 * kDenseBytes;
   static constexpr int kColumns = kP + (MixedV ? kConsumers * 2 * kPBytes : 0);
-  static constexpr int kInfo = kColumns + kConsumers * 4 * kWarpgroupRows * 4;
+  static constexpr int kInfo = kColumns + kConsumers * 5 * kWarpgroupRows * 4;
   static constexpr int kKinds = kInfo + kStages * int(sizeof(StepInfo));
   static constexpr int kItems = (kKinds + kStages * 8 + 15) / 16 * 16;
   static constexpr int kBarriers = (kItems + 2 * 48 + 15) / 16 * 16;
@@ -425,12 +431,15 @@ __device__ __forceinline__ Place place_now() {
 // take the slow form, which decides inside and waits for each block's products.
 enum Kinds : int { kAllDense, kAllSparse, kAnyKinds };
 
-// Nonzeros of `Count` strips of the block at `block`, `Stride` fragments apart, and the metadata.
-template <class C, int Count>
-struct SparseOperand {
-  uint4 a[Count];
+// What a sparse instruction reads from registers of one block: nonzeros and metadata.
+template <class C>
+struct SparseBlock {
+  static constexpr int kFragments = 2 * C::kChunks;  // of K: steps along D; of V: strips x steps
+  uint4 a[kFragments];
   uint32_t metadata[C::kChunks];
-  __device__ __forceinline__ SparseOperand(const char* block, const Place& at) {
+
+  template <Side S>
+  __device__ __forceinline__ void load(const char* block, const Place& at) {
     const int lin = at.warp * C::kChunks;
     const char* words = block + lin / 4 * 512 + at.lane * 16 + lin % 4 * 4;
     if constexpr (C::kChunks == 2) {
@@ -439,6 +448,10 @@ struct SparseOperand {
     } else {
       metadata[0] = *reinterpret_cast<const uint32_t*>(words);
     }
+    const uint4* fragment = reinterpret_cast<const uint4*>(block + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
+#pragma unroll
+    for (int i = 0; i < kFragments; i++)
+      a[i] = fragment[(S == Side::K ? at.warp * kFragments + i : (4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
   }
 };
 
@@ -448,66 +461,47 @@ __device__ __forceinline__ void pin_all(float (&d)[N][32]) {
   for (int i = 0; i < N; i++) pin(d[i]);
 }
 
-// Issues O^T += V^T P^T of one block of 64 tokens: V at `v` (shared address `v_at`), P at `p_at`.
-template <class C, bool Sparse>
-__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const char* v, uint32_t v_at, uint32_t p_at,
-                                           const Place& at) {
-  using T = typename C::T;
+// Issues O^T += V^T P^T of one block of 64 tokens, P at `p_at`.
+template <class C>
+__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const SparseBlock<C>& v, uint32_t p_at) {
   const uint64_t p_desc = swizzled(p_at);
-  if constexpr (Sparse) {
-    SparseOperand<C, 2 * C::kChunks> x(v, at);
-    const uint4* fragment = reinterpret_cast<const uint4*>(v + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
 #pragma unroll
-    for (int i = 0; i < 2 * C::kChunks; i++) x.a[i] = fragment[((4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < C::kChunks; c++) {
-      wgmma_sp<T, 0, true>(o[c], x.a[2 * c], p_desc, x.metadata[c]);
-      wgmma_sp<T, 1, true>(o[c], x.a[2 * c + 1], p_desc + 4, x.metadata[c]);
-    }
-  } else {
-    const uint64_t v_desc = swizzled(v_at, 1024, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < C::kChunks; c++)
-#pragma unroll
-      for (int s = 0; s < 4; s++)
-        wgmma_ss<T, 1, 0, true>(o[c], v_desc + (c * kChunkBytes + s * 2048) / 16, p_desc + s * 2);
+  for (int c = 0; c < C::kChunks; c++) {
+    wgmma_sp<typename C::T, 0, true>(o[c], v.a[2 * c], p_desc, v.metadata[c]);
+    wgmma_sp<typename C::T, 1, true>(o[c], v.a[2 * c + 1], p_desc + 4, v.metadata[c]);
   }
-  wgmma_commit();
+}
+template <class C>
+__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], uint32_t v_at, uint32_t p_at) {
+  const uint64_t p_desc = swizzled(p_at), v_desc = swizzled(v_at, 1024, 1024);
+#pragma unroll
+  for (int c = 0; c < C::kChunks; c++)
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+      wgmma_ss<typename C::T, 1, 0, true>(o[c], v_desc + (c * kChunkBytes + s * 2048) / 16, p_desc + s * 2);
 }
 
 // Issues S^T = K Q^T of one block of 64 tokens.
-template <class C, bool Sparse>
-__device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32_t k_at, uint64_t q_desc, const Place& at) {
-  using T = typename C::T;
-  if constexpr (Sparse) {
-    constexpr int kSteps = C::D / 32;
-    SparseOperand<C, kSteps> x(k, at);
-    const uint4* fragment = reinterpret_cast<const uint4*>(k + BlockFormat<C::D, 2>::kMetadataBytes) +
-                            at.warp * kSteps * 32 + at.lane;
+template <class C>
+__device__ __forceinline__ void multiply_k(float (&s)[32], const SparseBlock<C>& k, uint64_t q_desc) {
 #pragma unroll
-    for (int i = 0; i < kSteps; i++) x.a[i] = fragment[i * 32];
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; i += 2) {
-      const uint64_t b = q_desc + i / 2 * (kRows * 128 / 16);
-      if (i == 0) wgmma_sp<T, 0, false>(s, x.a[i], b, x.metadata[0]);
-      else wgmma_sp<T, 0, true>(s, x.a[i], b, x.metadata[i / 2]);
-      wgmma_sp<T, 1, true>(s, x.a[i + 1], b + 4, x.metadata[i / 2]);
-    }
-  } else {
-    const uint64_t k_desc = swizzled(k_at);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < C::D / 16; i++) {
-      const uint64_t a = k_desc + (i / 4 * kChunkBytes + i % 4 * 32) / 16;
-      const uint64_t b = q_desc + (i / 4 * kRows * 128 + i % 4 * 32) / 16;
-      if (i == 0) wgmma_ss<T, 0, 0, false>(s, a, b);
-      else wgmma_ss<T, 0, 0, true>(s, a, b);
-    }
+  for (int c = 0; c < C::kChunks; c++) {
+    const uint64_t b = q_desc + c * (kRows * 128 / 16);
+    if (c == 0) wgmma_sp<typename C::T, 0, false>(s, k.a[0], b, k.metadata[0]);
+    else wgmma_sp<typename C::T, 0, true>(s, k.a[2 * c], b, k.metadata[c]);
+    wgmma_sp<typename C::T, 1, true>(s, k.a[2 * c + 1], b + 4, k.metadata[c]);
   }
-  wgmma_commit();
+}
+template <class C>
+__device__ __forceinline__ void multiply_k(float (&s)[32], uint32_t k_at, uint64_t q_desc) {
+  const uint64_t k_desc = swizzled(k_at);
+#pragma unroll
+  for (int i = 0; i < C::D / 16; i++) {
+    const uint64_t a = k_desc + (i / 4 * kChunkBytes + i % 4 * 32) / 16;
+    const uint64_t b = q_desc + (i / 4 * kRows * 128 + i % 4 * 32) / 16;
+    if (i == 0) wgmma_ss<typename C::T, 0, 0, false>(s, a, b);
+    else wgmma_ss<typename C::T, 0, 0, true>(s, a, b);
+  }
 }
 
 // Writes this warpgroup's output rows from the swizzled staging area [chunk][64 rows][128 bytes].
@@ -625,7 +619,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
   const float scale = p.scale_log2;
-  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 4 * kWarpgroupRows;
+  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 5 * kWarpgroupRows;
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
   const auto* kinds = reinterpret_cast<const int*>(smem + C::kKinds);
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
@@ -666,19 +660,22 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
         store_matrices<false>((p_row + p_offset ^ c * 32) + h * (kWarpgroupRows * 128), e.x, e.y, e.z, e.w);
       }
     };
-    // O^T += V^T P^T of block h of the step before this one.
-    auto multiply_half = [&](auto kinds_known, int h, uint32_t p_offset) {
-      constexpr int kKinds = decltype(kinds_known)::value;
+    // O^T += V^T P^T of block h of the step before this one, whatever its kind, to its end.
+    auto multiply_any = [&](int h, uint32_t p_offset) {
       const uint32_t v = C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
       const uint32_t p_at = p_base + p_offset + h * (kWarpgroupRows * 128);
-      if constexpr (kKinds != kAnyKinds) {
-        multiply_v<C, kKinds == kAllSparse>(o, smem + v, base + v, p_at, at);
-      } else if (kinds[2 * kr.before() + h]) {
-        multiply_v<C, true>(o, smem + v, base + v, p_at, at);
+      if (kinds[2 * kr.before() + h]) {
+        SparseBlock<C> block;
+        block.template load<Side::V>(smem + v, at);
+        wgmma_fence();
+        multiply_v<C>(o, block, p_at);
+        wgmma_commit();
         wgmma_wait<0>();
         pin_all(o);
       } else {
-        multiply_v<C, false>(o, smem + v, base + v, p_at, at);
+        wgmma_fence();
+        multiply_v<C>(o, base + v, p_at);
+        wgmma_commit();
         wgmma_wait<0>();
         pin_all(o);
       }
@@ -726,20 +723,41 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     restart_step(0);
 
     auto step = [&](auto kinds_known, uint32_t p_offset) {
-      constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
+      constexpr int kKinds = decltype(kinds_known)::value;
+      constexpr bool kOverlap = HS_OVERLAP_ROWS && kKinds != kAnyKinds;
+      const uint32_t v = C::kV + kr.before() * kStageBytes, p_before = C::kPBytes - p_offset;
+      SparseBlock<C> block[2];
+      if constexpr (kKinds == kAllSparse) {
+        block[0].template load<Side::V>(smem + v, at);
+        block[1].template load<Side::V>(smem + v + C::kDenseBytes, at);
+      }
       turn_begin(wg);
+      auto multiply_both = [&] {
+        if constexpr (kKinds == kAnyKinds) {
+          multiply_any(0, p_before);
+          multiply_any(1, p_before);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const uint32_t p_at = p_base + p_before + h * (kWarpgroupRows * 128);
+            if constexpr (kKinds == kAllSparse) multiply_v<C>(o, block[h], p_at);
+            else multiply_v<C>(o, base + v + h * C::kDenseBytes, p_at);
+          }
+          wgmma_commit();
+        }
+      };
+      wgmma_fence();
+      if constexpr (!kOverlap) multiply_both();
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
-      if constexpr (!kSettled) wgmma_wait<0>();
-      multiply_half(kinds_known, 0, C::kPBytes - p_offset);
+      if constexpr (kOverlap) multiply_both();
       turn_end(wg);
-      wgmma_wait<kSettled ? 1 : 0>();
+      wgmma_wait<kOverlap ? 1 : 0>();
       pin(x.s);
       if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+      __syncwarp();
+      if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
       store_half(0, p_offset, sum);
-      wgmma_wait<0>();
-      pin_all(o);
-      multiply_half(kinds_known, 1, C::kPBytes - p_offset);
       store_half(1, p_offset, sum);
       fence_async_proxy();
       sum[0] += sum[1], sum[2] += sum[3];
@@ -758,27 +776,14 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       if (kinds_now == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
       else if (kinds_now == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
       else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
-      if (moved) {  // rare: the scores are gone, so they are computed again
-        x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
-        wgmma_wait<0>();
-        pin(x.s);
-        if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
-        restart_step(p_offset);
-      }
       __syncwarp();
-      if (at.lane == 0) {
-        barrier_arrive(bar.v_empty(kr.before()));
-        barrier_arrive(bar.k_empty(kr.slot));
-      }
+      if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
       kr.next();
+      if (moved) restart_step(p_offset);  // rare
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-    {
-      const uint32_t p_offset = (steps - 1 & 1) * C::kPBytes;
-      const std::integral_constant<int, kAnyKinds> any;
-      multiply_half(any, 0, p_offset);
-      multiply_half(any, 1, p_offset);
-    }
+    multiply_any(0, (steps - 1 & 1) * C::kPBytes);
+    multiply_any(1, (steps - 1 & 1) * C::kPBytes);
     if constexpr (!C::kQInRegisters) {
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.q_empty());
@@ -833,7 +838,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
   const float scale = p.scale_log2;
-  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 4 * kWarpgroupRows;
+  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 5 * kWarpgroupRows;
+  float* references = columns + 4 * kWarpgroupRows;  // of the exponents; registers have no room
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
   const auto* kinds = reinterpret_cast<const int*>(smem + C::kKinds);
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
@@ -852,32 +858,34 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     const int steps = (item.blocks + 1) / 2;
     const int first_row = item.start + wg * kWarpgroupRows;
 
-    float s[2][32], o[C::kChunks][32], m[16], l[16];
+    float s[2][32], o[C::kChunks][32], l[16];
 #pragma unroll
     for (int c = 0; c < C::kChunks; c++)
 #pragma unroll
       for (int i = 0; i < 32; i++) o[c][i] = 0.f;
 #pragma unroll
-    for (int i = 0; i < 16; i++) m[i] = -INFINITY, l[i] = 0.f;
+    for (int i = 0; i < 16; i++) l[i] = 0.f;
     barrier_wait(bar.q_full(), items & 1);
 
-    // S^T of this step's block h.
-    auto multiply_k_half = [&](auto kinds_known, int h) {
-      constexpr int kKinds = decltype(kinds_known)::value;
+    // S^T of this step's block h, whatever its kind, to its end.
+    auto multiply_k_any = [&](int h) {
       const uint32_t k = C::kK + kr.slot * kStageBytes + h * C::kDenseBytes;
-      if constexpr (kKinds != kAnyKinds) {
-        multiply_k<C, kKinds == kAllSparse>(s[h], smem + k, base + k, q_desc, at);
-      } else if (infos[kr.slot].block[h].w) {
-        multiply_k<C, true>(s[h], smem + k, base + k, q_desc, at);
+      if (infos[kr.slot].block[h].w) {
+        SparseBlock<C> block;
+        block.template load<Side::K>(smem + k, at);
+        wgmma_fence();
+        multiply_k<C>(s[h], block, q_desc);
+        wgmma_commit();
         wgmma_wait<0>();
         pin(s[h]);
       } else {
-        multiply_k<C, false>(s[h], smem + k, base + k, q_desc, at);
+        wgmma_fence();
+        multiply_k<C>(s[h], base + k, q_desc);
+        wgmma_commit();
         wgmma_wait<0>();
         pin(s[h]);
       }
     };
-    const std::integral_constant<int, kAnyKinds> any;
     auto mask = [&](const StepInfo& info) {
       const Place at = place_now();
 #pragma unroll
@@ -895,16 +903,19 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       }
     };
     float before = 0.f;  // total() after the step before
-    auto exponential = [&](int h, int i, int column) { return exp2_unit(fmaf(s[h][i], scale, -m[column])); };
+    auto exponential = [&](int h, int i, float m) { return exp2_unit(fmaf(s[h][i], scale, -m)); };
+    auto reference = [&](int pair) { return *reinterpret_cast<const float2*>(references + 8 * pair + 2 * at.q); };
     // Exponentials of block h of a step to P, their sums to l.
     auto store_half = [&](int h, uint32_t p_offset) {
 #pragma unroll
       for (int c = 0; c < 8; c += 2) {
         float e[8];
+        const float2 m0 = reference(c), m1 = reference(c + 1);
+        const float m[4] = {m0.x, m0.y, m1.x, m1.y};
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           const int column = 2 * c + j / 4 * 2 + j % 2;
-          e[j] = exponential(h, 4 * c + j, column);
+          e[j] = exponential(h, 4 * c + j, m[j / 4 * 2 + j % 2]);
           l[column] += e[j];
         }
         store_matrices<true>(p_to + p_offset + h * (kWarpgroupRows * 128) + c * 8 * 128, pack<T>(e[0], e[1]),
@@ -917,19 +928,22 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       for (int c = 0; c < 16; c++) sum += l[c];
       return sum;
     };
-    // O^T += V^T P^T of block h of the step before this one.
-    auto multiply_half = [&](auto kinds_known, int h, uint32_t p_offset) {
-      constexpr int kKinds = decltype(kinds_known)::value;
+    // O^T += V^T P^T of block h of the step before this one, whatever its kind, to its end.
+    auto multiply_any = [&](int h, uint32_t p_offset) {
       const uint32_t v = C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
       const uint32_t p_at = p_base + p_offset + h * (kWarpgroupRows * 128);
-      if constexpr (kKinds != kAnyKinds) {
-        multiply_v<C, kKinds == kAllSparse>(o, smem + v, base + v, p_at, at);
-      } else if (kinds[2 * kr.before() + h]) {
-        multiply_v<C, true>(o, smem + v, base + v, p_at, at);
+      if (kinds[2 * kr.before() + h]) {
+        SparseBlock<C> block;
+        block.template load<Side::V>(smem + v, at);
+        wgmma_fence();
+        multiply_v<C>(o, block, p_at);
+        wgmma_commit();
         wgmma_wait<0>();
         pin_all(o);
       } else {
-        multiply_v<C, false>(o, smem + v, base + v, p_at, at);
+        wgmma_fence();
+        multiply_v<C>(o, base + v, p_at);
+        wgmma_commit();
         wgmma_wait<0>();
         pin_all(o);
       }
@@ -940,12 +954,13 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int i = c / 2 * 4 + c % 2;
-        const float sum = exponential(0, i, c) + exponential(0, i + 2, c) + exponential(1, i, c) + exponential(1, i + 2, c);
+        const float m = references[c / 2 * 8 + 2 * at.q + c % 2];
+        const float sum = exponential(0, i, m) + exponential(0, i + 2, m) + exponential(1, i, m) + exponential(1, i + 2, m);
         l[c] = sum < INFINITY ? fmaxf(l[c] - sum, 0.f) : 0.f;
       }
     };
-    auto restart_step = [&](uint32_t p_offset) {
-      float top[16];
+    auto restart_step = [&](bool first, uint32_t p_offset) {
+      float top[16], moved[16];
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int i = c / 2 * 4 + c % 2;
@@ -965,9 +980,9 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
         const int column = c / 2 * 8 + 2 * at.q + c % 2;
         float t = fmaxf(columns[column], columns[kWarpgroupRows + column]);
         t = fmaxf(t, fmaxf(columns[2 * kWarpgroupRows + column], columns[3 * kWarpgroupRows + column]));
-        const float moved = safe(fmaxf(m[c], t * scale));
-        const float f = exp2_unit(m[c] - moved);
-        m[c] = moved;
+        const float m = first ? -INFINITY : references[column];
+        moved[c] = safe(fmaxf(m, t * scale));
+        const float f = exp2_unit(m - moved[c]);
         l[c] *= f;
 #pragma unroll
         for (int k = 0; k < C::kChunks; k++) {
@@ -975,6 +990,13 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
           o[k][c / 2 * 4 + c % 2 + 2] *= f;
         }
       }
+      warpgroup_barrier(1 + wg);  // all have read what is written next
+      if (at.warp == 0 && at.g == 0) {
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+          *reinterpret_cast<float2*>(references + 8 * c + 2 * at.q) = make_float2(moved[2 * c], moved[2 * c + 1]);
+      }
+      warpgroup_barrier(1 + wg);
       store_half(0, p_offset);
       store_half(1, p_offset);
       fence_async_proxy();
@@ -984,36 +1006,82 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 
     barrier_wait(bar.k_full(kr.slot), kr.parity);
     turn_begin(wg);
-    multiply_k_half(any, 0);
-    multiply_k_half(any, 1);
+    multiply_k_any(0);
+    multiply_k_any(1);
     turn_end(wg);
     if (infos[kr.slot].masked) mask(infos[kr.slot]);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
-    restart_step(0);
+    restart_step(true, 0);
 
     auto step = [&](auto kinds_known, uint32_t p_offset) {
-      constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
+      constexpr int kKinds = decltype(kinds_known)::value;
+      constexpr bool kOverlap = HS_OVERLAP_COLUMNS && kKinds != kAnyKinds;
+      const uint32_t v = C::kV + kr.before() * kStageBytes, k = C::kK + kr.slot * kStageBytes;
+      const uint32_t p_before = C::kPBytes - p_offset;
+      SparseBlock<C> v_block[2], k_block[2];
+      if constexpr (kKinds == kAllSparse) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) v_block[h].template load<Side::V>(smem + v + h * C::kDenseBytes, at);
+#pragma unroll
+        for (int h = 0; h < 2; h++) k_block[h].template load<Side::K>(smem + k + h * C::kDenseBytes, at);
+      }
+      auto products_of_v = [&] {
+        if constexpr (kKinds == kAnyKinds) {
+          multiply_any(0, p_before);
+          multiply_any(1, p_before);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const uint32_t p_at = p_base + p_before + h * (kWarpgroupRows * 128);
+            if constexpr (kKinds == kAllSparse) multiply_v<C>(o, v_block[h], p_at);
+            else multiply_v<C>(o, base + v + h * C::kDenseBytes, p_at);
+          }
+          wgmma_commit();
+        }
+      };
+      auto products_of_k = [&] {
+        if constexpr (kKinds == kAnyKinds) {
+          multiply_k_any(0);
+          multiply_k_any(1);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            if constexpr (kKinds == kAllSparse) multiply_k<C>(s[h], k_block[h], q_desc);
+            else multiply_k<C>(s[h], base + k + h * C::kDenseBytes, q_desc);
+          }
+          wgmma_commit();
+        }
+      };
       turn_begin(wg);
-      multiply_k_half(kinds_known, 0);
-      multiply_k_half(kinds_known, 1);
-      multiply_half(kinds_known, 0, C::kPBytes - p_offset);
+      wgmma_fence();
+      if constexpr (!kOverlap) products_of_v();
+      products_of_k();
+      if constexpr (kOverlap) products_of_v();
       turn_end(wg);
-      wgmma_wait<kSettled ? 1 : 0>();
+      wgmma_wait<kOverlap ? 1 : 0>();
       pin_all(s);
+      if constexpr (!kOverlap) {
+        pin_all(o);
+        __syncwarp();
+        if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
+      }
       if (infos[kr.slot].masked) mask(infos[kr.slot]);
+      __syncwarp();
+      if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
       store_half(0, p_offset);
-      wgmma_wait<0>();
-      pin_all(o);
-      multiply_half(kinds_known, 1, C::kPBytes - p_offset);
       store_half(1, p_offset);
       fence_async_proxy();
       const float after = total();
       const bool moved = warpgroup_any(1 + wg, !(after - before < kSumLimit<T>));
       before = after;
-      wgmma_wait<0>();
-      pin_all(o);
+      if constexpr (kOverlap) {
+        wgmma_wait<0>();
+        pin_all(o);
+        __syncwarp();
+        if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
+      }
       return moved;
     };
     for (int i = 1; i < steps; i++) {
@@ -1025,28 +1093,16 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       bool moved;
       if (sparse == 4) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
       else if (sparse == 0) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
-      else moved = step(any, p_offset);
-      if (moved) {  // rare: the scores are gone, so they are computed again
-        multiply_k_half(any, 0);
-        multiply_k_half(any, 1);
-        if (infos[kr.slot].masked) mask(infos[kr.slot]);
-        take_back();
-        restart_step(p_offset);
-      }
-      __syncwarp();
-      if (at.lane == 0) {
-        barrier_arrive(bar.v_empty(kr.before()));
-        barrier_arrive(bar.k_empty(kr.slot));
-      }
+      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
       kr.next();
+      if (moved) {  // rare
+        take_back();
+        restart_step(false, p_offset);
+      }
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-    {
-      const uint32_t p_offset = (steps - 1 & 1) * C::kPBytes;
-      const std::integral_constant<int, kAnyKinds> any;
-      multiply_half(any, 0, p_offset);
-      multiply_half(any, 1, p_offset);
-    }
+    multiply_any(0, (steps - 1 & 1) * C::kPBytes);
+    multiply_any(1, (steps - 1 & 1) * C::kPBytes);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.q_empty());
 #pragma unroll
@@ -1070,7 +1126,7 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       const int column = c / 2 * 8 + 2 * at.q + c % 2;
       const float sum = columns[column] + columns[kWarpgroupRows + column] + columns[2 * kWarpgroupRows + column] +
                         columns[3 * kWarpgroupRows + column];
-      if (at.warp == 0 && at.g == 0) write_lse(p, item, head, first_row + column, m[c], sum);
+      if (at.warp == 0 && at.g == 0) write_lse(p, item, head, first_row + column, references[column], sum);
       l[c] = 1.f / sum;
     }
 #pragma unroll
