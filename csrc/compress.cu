@@ -34,7 +34,7 @@ struct StoreParams {
 constexpr int kStoreThreads = 128;
 
 template <int D, Side S>
-struct Stage {
+struct alignas(16) Stage {
   using Op = Operand<D, S>;
   static constexpr int kThreads = D / 2;  // of one block
   static constexpr int kBlocks = kStoreThreads / kThreads;
@@ -259,11 +259,15 @@ __device__ void write_sparse(const Stage<D, S>& stage, std::uint8_t* block, int 
   }
 }
 
+template <int D, Side S>
+struct Stages {
+  Stage<D, S> of_block[Stage<D, S>::kBlocks];
+};
+
 template <int D, Side S, typename T, Rule kRule>
-__global__ void __launch_bounds__(kStoreThreads) store_kernel(const StoreParams p) {
+__device__ __forceinline__ void store(const StoreParams& p, Stages<D, S>& stages) {
   using St = Stage<D, S>;
-  __shared__ __align__(16) St stages[St::kBlocks];
-  St& stage = stages[threadIdx.x / St::kThreads];
+  St& stage = stages.of_block[threadIdx.x / St::kThreads];
   const int t = threadIdx.x % St::kThreads;
   const std::int64_t index =
       static_cast<std::int64_t>(blockIdx.x) * St::kBlocks + threadIdx.x / St::kThreads;
@@ -309,6 +313,39 @@ __global__ void __launch_bounds__(kStoreThreads) store_kernel(const StoreParams 
   if (ref < 0) write_sparse<D, S>(stage, sparse_block<D>(p.arena, -ref, p.heads, head), t);
 }
 
+#ifndef HS_STORE_CTAS
+#define HS_STORE_CTAS 4
+#endif
+template <int D, Side S, typename T, Rule kRule>
+__global__ void __launch_bounds__(kStoreThreads, HS_STORE_CTAS) store_kernel(const StoreParams p) {
+  __shared__ Stages<D, S> stages;
+  store<D, S, T, kRule>(p, stages);
+}
+
+// K and V of the same pages in one launch: the second half of the grid takes V.
+template <int D, typename T>
+__global__ void __launch_bounds__(kStoreThreads, HS_STORE_CTAS)
+    store_pair_kernel(const StoreParams k, const StoreParams v) {
+  __shared__ union {
+    Stages<D, Side::K> k;
+    Stages<D, Side::V> v;
+  } stages;
+  if (blockIdx.y == 0) {
+    store<D, Side::K, T, kMagnitude>(k, stages.k);
+  } else {
+    store<D, Side::V, T, kMagnitude>(v, stages.v);
+  }
+}
+
+template <int D, typename T>
+cudaError_t launch_pair(const StoreParams& k, const StoreParams& v, cudaStream_t stream) {
+  constexpr int kBlocks = Stage<D, Side::K>::kBlocks;
+  const std::int64_t count = static_cast<std::int64_t>(k.blocks_count) * k.heads;
+  const dim3 grid(static_cast<unsigned>((count + kBlocks - 1) / kBlocks), 2);
+  store_pair_kernel<D, T><<<grid, kStoreThreads, 0, stream>>>(k, v);
+  return cudaGetLastError();
+}
+
 template <int D, Side S, typename T, Rule kRule>
 cudaError_t launch_store(const StoreParams& p, cudaStream_t stream) {
   constexpr int kBlocks = Stage<D, S>::kBlocks;
@@ -345,6 +382,15 @@ cudaError_t launch_block(int dtype, int side, int rule, const StoreParams& p,
     if (dtype == kFloat16)
       return side == static_cast<int>(Side::K) ? launch_rule<D, Side::K, __half>(rule, p, stream)
                                                : launch_rule<D, Side::V, __half>(rule, p, stream);
+  return cudaErrorInvalidValue;
+}
+
+template <int D>
+cudaError_t launch_pair_dtype(int dtype, const StoreParams& k, const StoreParams& v,
+                              cudaStream_t stream) {
+  if (dtype == kBFloat16) return launch_pair<D, __nv_bfloat16>(k, v, stream);
+  if constexpr (!kSmoke)
+    if (dtype == kFloat16) return launch_pair<D, __half>(k, v, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -396,6 +442,36 @@ HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const
       return launch_block<128>(dtype, side, rule, p, s);
     case 256:
       if constexpr (!kSmoke) return launch_block<256>(dtype, side, rule, p, s);
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+// K and V [N, H, 64, D] of the same pages, with the same strides, by magnitude; refs of each [N, H].
+HS_EXPORT int hs_store_pair(int dtype, int head_dim, const void* k, const void* v,
+                            long long block_stride, long long head_stride, long long token_stride,
+                            void* arena, const int* k_refs, const int* v_refs, int blocks_count,
+                            int heads, void* stream) {
+  using namespace hs;
+  if (blocks_count == 0) return cudaSuccess;
+  StoreParams keys = {};
+  keys.blocks = k;
+  keys.block_stride = block_stride, keys.head_stride = head_stride;
+  keys.token_stride = token_stride;
+  keys.arena = static_cast<std::uint8_t*>(arena);
+  keys.refs = k_refs, keys.ref_sign = 1;
+  keys.blocks_count = blocks_count, keys.heads = heads;
+  StoreParams values = keys;
+  values.blocks = v, values.refs = v_refs;
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  switch (head_dim) {
+    case 64:
+      if constexpr (!kSmoke) return launch_pair_dtype<64>(dtype, keys, values, s);
+      break;
+    case 128:
+      return launch_pair_dtype<128>(dtype, keys, values, s);
+    case 256:
+      if constexpr (!kSmoke) return launch_pair_dtype<256>(dtype, keys, values, s);
       break;
   }
   return cudaErrorInvalidValue;

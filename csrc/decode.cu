@@ -35,12 +35,14 @@ constexpr int kBookkeepingBytes = 4096;
 
 // Boundary c of the plan: where CTA c begins and CTA c - 1 ends.
 struct __align__(16) Boundary {
-  int pair;       // (request * kv heads + kv head) * column groups + column group
+  int row;        // request
+  int of_row;     // pair of the request: kv head * column groups + column group
   int block;      // of the pair
   int position;   // blocks before it, over all pairs
-  int first_cta;  // the CTAs that share `pair`, if block > 0
+  int blocks;     // of the pair
+  int first_cta;  // the CTAs that share the pair, if block > 0
   int last_cta;
-  int padding[3];
+  int target;     // of `block`: relative bytes of the pair before it
 };
 static_assert(sizeof(Boundary) == 32);
 
@@ -116,7 +118,7 @@ __global__ void plan_boundaries(PlanParams p) {
   const std::int64_t total = carried_cost;
   const int shares = min(p.ctas, max(1, carried_blocks / kMinShare));
   for (int c = t; c <= p.ctas; c += kPlanThreads) {
-    Boundary b = {p.rows * p.pairs_per_row, 0, carried_blocks, 0, 0, {0, 0, 0}};
+    Boundary b = {p.rows, 0, 0, carried_blocks, 0, 0, 0, 0};
     if (c < shares && total > 0) {
       const std::int64_t target = total * c / shares;
       int low = 0, high = p.rows;  // prefix[low] <= target < prefix[high]
@@ -127,11 +129,16 @@ __global__ void plan_boundaries(PlanParams p) {
       const std::int64_t cost = p.costs[low], rest = target - prefix[low];
       const int blocks = blocks_of(p.seq_lens[low]);
       const int of_row = static_cast<int>(rest / cost);
-      b.pair = low * p.pairs_per_row + of_row;
-      b.block = static_cast<int>(rest % cost * blocks / cost);
-      b.position = position[low] + of_row * blocks + b.block;
+      b.row = low;
+      b.of_row = of_row;
+      // Refined by plan_blocks, to 1 .. blocks - 1. A share has two blocks at least, so boundaries
+      // stay apart; a pair of one block is not divided.
+      b.target = blocks > 1 ? static_cast<int>(rest % cost) : 0;
+      b.block = b.target > 0;
+      b.position = position[low] + of_row * blocks;
+      b.blocks = blocks;
     }
-    pair[c] = b.pair, block[c] = b.block;
+    pair[c] = b.row * p.pairs_per_row + b.of_row, block[c] = b.block;
     p.boundaries[c] = b;
   }
   __syncthreads();
@@ -142,6 +149,49 @@ __global__ void plan_boundaries(PlanParams p) {
     while (pair[last + 1] == pair[c]) ++last;
     p.boundaries[c].first_cta = first;
     p.boundaries[c].last_cta = last;
+  }
+}
+
+// One CTA for each boundary inside a pair: the block up to which the pair's bytes reach `target`.
+// Dense blocks lie together (sinks, windows), so the average of the row would not do.
+__global__ void plan_blocks(PlanParams p) {
+  Boundary& b = p.boundaries[blockIdx.x];
+  const int target = b.target;
+  if (target == 0) return;
+  __shared__ int warp_cost[kPlanThreads / 32];
+  __shared__ int found;
+  if (threadIdx.x == 0) found = 0;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int before = 0;
+  for (int base = 0; base < b.blocks && before <= target; base += kPlanThreads) {
+    const int i = base + threadIdx.x;
+    int own = 0;
+    if (i < b.blocks) {
+      const std::int64_t page = p.page_table[static_cast<std::int64_t>(b.row) * p.table_stride + i];
+      const int k = p.refs[page * p.heads], v = p.refs[(page + p.pages) * p.heads];
+      own = (is_dense(k) ? kDenseCost : kSparseCost) + (is_dense(v) ? kDenseCost : kSparseCost);
+    }
+    int sum = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += below;
+    }
+    __syncthreads();
+    if (lane == 31) warp_cost[warp] = sum;
+    __syncthreads();
+    int total = before;
+    for (int w = 0; w < kPlanThreads / 32; ++w) {
+      if (w == warp) sum += total;
+      total += warp_cost[w];
+    }
+    if (i < b.blocks && sum - own <= target && target < sum) found = i;
+    before = total;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int block = max(1, found);  // `found` is below `blocks`, which is 2 or more
+    b.block = block;
+    b.position += block;
   }
 }
 
@@ -172,8 +222,8 @@ struct Ring {
   static constexpr int kWarps = HS_DECODE_WARPS;
   static constexpr int kUnits = HS_DECODE_UNITS;
 #else
-  static constexpr int kWarps = !kBulk ? (D == 256 ? 2 : 4) : D == 256 ? 4 : 6;
-  static constexpr int kUnits = !kBulk ? (D == 64 ? 4 : 2) : D == 256 ? 3 : D == 128 ? 4 : 7;
+  static constexpr int kWarps = !kBulk ? (D == 256 ? 2 : 4) : D == 256 ? 4 : 8;
+  static constexpr int kUnits = !kBulk ? (D == 64 ? 4 : 2) : D == 64 ? 5 : 3;
 #endif
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kBytes = kWarps * kUnits * kUnitBytes + kBookkeepingBytes;
@@ -212,15 +262,20 @@ struct DecodeKernel {
   Bookkeeping& book;
   std::uint64_t policy;
 
-  // The CTA's share.
-  int first_pair, first_block, share;
+  // The CTA's share: from one boundary to the next.
+  Boundary begin, end;
+  int share;
 
   // Filling: item i of this warp is block warp + kWarps * i of the share.
   int items, filling = 0, part = 0;  // part: 2 * side + half
+  int fill_unit = 0, pending = kUnits;     // units that wait to be filled
   std::uint32_t dense_k = 0, dense_v = 0;  // bit i % 32: kind of item i
-  int ref_k, ref_v, next_ref_k, next_ref_v, next_page, head_now, head_next, head_last;
-  int cursor_pair, cursor_block;  // of the page loaded last
-  int fill_unit = 0;
+
+  // Refs of 64 items from item 32 * max(0, looked - 2) on, one in each lane; lookups run ahead.
+  int looked = 1;  // batches of 32 items whose refs are here or on the way
+  int ref_k, ref_v, head_now, next_ref_k, next_ref_v, head_next;
+  int next_page, head_last;                                      // of batch `looked`
+  int cursor_row, cursor_of_row, cursor_block, cursor_blocks;  // of the page loaded last
 
   // Using.
   int unit = 0;
@@ -235,71 +290,89 @@ struct DecodeKernel {
         book(*reinterpret_cast<Bookkeeping*>(shared + kWarps * kUnits * R::kUnitBytes)) {}
 
   __device__ int pairs_per_row() const { return p.heads * p.column_groups; }
-  __device__ int head_of(int pair) const {
-    return pair % pairs_per_row() / p.column_groups;
+  __device__ int head_of(int of_row) const {
+    return p.column_groups == 1 ? of_row : of_row / p.column_groups;
+  }
+  __device__ int first_column(int of_row) const {
+    return p.column_groups == 1 ? 0 : of_row % p.column_groups * N;
+  }
+
+  // Everything that an earlier kernel of the step wrote is read from L2: this kernel may have begun
+  // before that one ended.
+  __device__ Boundary load_boundary(int c) const {
+    const int4* words = reinterpret_cast<const int4*>(p.boundaries + c);
+    const int4 a = __ldcg(words), b = __ldcg(words + 1);
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, 0};
   }
 
   // Moves the cursor `by` blocks on, over row ends and empty rows.
   __device__ void advance(int by) {
-    int block = cursor_block + by;
-    int row = cursor_pair / pairs_per_row(), of_row = cursor_pair % pairs_per_row();
-    while (row < p.rows) {
-      const int blocks = blocks_of(p.seq_lens[row]);
-      const int left = (pairs_per_row() - of_row) * blocks;
-      if (block < left) {
-        of_row += block / blocks;
-        block %= blocks;
-        break;
+    cursor_block += by;
+    if (cursor_block < cursor_blocks) return;
+    while (cursor_row < p.rows) {
+      const int left = (pairs_per_row() - cursor_of_row) * cursor_blocks;
+      if (cursor_block < left) {
+        cursor_of_row += cursor_block / cursor_blocks;
+        cursor_block %= cursor_blocks;
+        return;
       }
-      block -= left;
-      ++row, of_row = 0;
+      cursor_block -= left;
+      cursor_of_row = 0;
+      cursor_blocks = ++cursor_row < p.rows ? blocks_of(__ldcg(p.seq_lens + cursor_row)) : 0;
     }
-    cursor_pair = row * pairs_per_row() + of_row;
-    cursor_block = block;
   }
 
   __device__ int page_at_cursor() const {
-    const int row = cursor_pair / pairs_per_row();
-    if (row >= p.rows) return 0;
-    return __ldg(p.page_table + static_cast<std::int64_t>(row) * p.table_stride + cursor_block);
+    if (cursor_row >= p.rows) return 0;
+    return __ldcg(p.page_table + static_cast<std::int64_t>(cursor_row) * p.table_stride +
+                  cursor_block);
   }
-
   __device__ void load_refs(int page, int head, int& k, int& v) const {
-    k = __ldg(p.refs + static_cast<std::int64_t>(page) * p.heads + head);
-    v = __ldg(p.refs + (static_cast<std::int64_t>(page) + p.pages) * p.heads + head);
+    k = __ldcg(p.refs + static_cast<std::int64_t>(page) * p.heads + head);
+    v = __ldcg(p.refs + (static_cast<std::int64_t>(page) + p.pages) * p.heads + head);
   }
 
-  // Lane l of batch b looks up item 32 b + l: pages two batches ahead, refs one.
+  // Lane l of batch b looks up item 32 b + l.
   __device__ void begin_lookups() {
-    cursor_pair = first_pair, cursor_block = first_block;
+    cursor_row = begin.row, cursor_of_row = begin.of_row;
+    cursor_block = begin.block, cursor_blocks = begin.blocks;
     advance(warp + kWarps * lane);
-    head_now = head_of(cursor_pair);
+    head_now = head_of(cursor_of_row);
     load_refs(page_at_cursor(), head_now, ref_k, ref_v);
-    if (items <= 32) return;
-    advance(kWarps * 32);
-    head_next = head_of(cursor_pair);
-    load_refs(page_at_cursor(), head_next, next_ref_k, next_ref_v);
-    advance(kWarps * 32);
-    head_last = head_of(cursor_pair);
-    next_page = page_at_cursor();
+    head_last = head_now;
+    next_page = 0;
   }
 
-  __device__ void next_lookups() {
-    ref_k = next_ref_k, ref_v = next_ref_v, head_now = head_next;
+  // Called when the last batch of refs is begun: the one after it is loaded, from pages that were
+  // looked up a batch earlier.
+  __device__ void look_ahead() {
+    if (looked == 1) {
+      advance(kWarps * 32);
+      head_last = head_of(cursor_of_row), next_page = page_at_cursor();
+    } else {
+      ref_k = next_ref_k, ref_v = next_ref_v, head_now = head_next;
+    }
     head_next = head_last;
     load_refs(next_page, head_next, next_ref_k, next_ref_v);
     advance(kWarps * 32);
-    head_last = head_of(cursor_pair);
-    next_page = page_at_cursor();
+    head_last = head_of(cursor_of_row), next_page = page_at_cursor();
+    ++looked;
   }
 
-  // Starts the copy of the next unit in order into the unit that was used last.
+  // Where 16-byte chunk `chunk` of row `token` lies in a unit with half a dense block.
+  static __device__ __forceinline__ int dense_place(int token, int chunk) {
+    return chunk / 8 * (kHalf * 128) + token * 128 + ((chunk ^ token) & 7) * 16;
+  }
+
+  // Starts the copy of the next unit in order into the unit that was used first.
   __device__ void fill_next() {
     if (filling < items) {
       const int from = filling % 32;
+      const bool later = filling - 32 * max(0, looked - 2) >= 32;
       const int side = part / 2;
-      const int ref = __shfl_sync(~0u, side == 0 ? ref_k : ref_v, from);
-      const int head = __shfl_sync(~0u, head_now, from);
+      const int mine = side == 0 ? (later ? next_ref_k : ref_k) : (later ? next_ref_v : ref_v);
+      const int ref = __shfl_sync(~0u, mine, from);
+      const int head = __shfl_sync(~0u, later ? head_next : head_now, from);
       const std::uint32_t to = units + fill_unit * R::kUnitBytes;
       const bool dense = is_dense(ref);
       if (part == 0) dense_k = (dense_k & ~(1u << from)) | (std::uint32_t{dense} << from);
@@ -311,8 +384,8 @@ struct DecodeKernel {
           const std::uint32_t barrier = smem_address(&book.barriers[warp][fill_unit]);
           if (dense) {
             barrier_expect(barrier, Format::kDenseBytes / 2);
-            copy_tensor_3d(to, dense_map, 0, static_cast<int>(block * kBlockSize) + part % 2 * kHalf,
-                           0, barrier, policy);
+            const int row = static_cast<int>(block * kBlockSize) + part % 2 * kHalf;
+            copy_tensor_3d(to, dense_map, 0, row, 0, barrier, policy);
           } else {
             barrier_expect(barrier, Format::kSparseBytes);
             copy_bulk(to, p.arena + block * Format::kSparseBytes, Format::kSparseBytes, barrier,
@@ -321,14 +394,13 @@ struct DecodeKernel {
         }
 #endif
       } else if (dense) {
-        // 16-byte chunks of a row, XORed with the row as the tensor map does: [D / 64][32][128 B].
+        // In the order that the tensor map gives.
         const std::uint8_t* source =
             p.arena + block * Format::kDenseBytes + part % 2 * (Format::kDenseBytes / 2);
 #pragma unroll
         for (int i = 0; i < Format::kDenseBytes / 2 / 512; ++i) {
           const int chunk = i * 32 + lane, row = chunk / (D / 8), column = chunk % (D / 8);
-          copy_async_16(to + column / 8 * (kHalf * 128) + row * 128 + ((column ^ row) & 7) * 16,
-                        source + chunk * 16);
+          copy_async_16(to + dense_place(row, column), source + chunk * 16);
         }
       } else {
         const std::uint8_t* source = p.arena + block * Format::kSparseBytes;
@@ -339,35 +411,35 @@ struct DecodeKernel {
       // Next: the second half of a dense block, else V after K, else the next item.
       if (dense && part % 2 == 0) {
         ++part;
-      } else if (side == 0) {
-        part = 2;
       } else {
-        part = 0;
-        if (++filling % 32 == 0 && filling < items) next_lookups();
+        part = side == 0 ? 2 : 0;
+        filling += side;
       }
     }
     if constexpr (!kBulk) commit_copies();  // an empty group keeps the count of groups right
     fill_unit = fill_unit + 1 == kUnits ? 0 : fill_unit + 1;
   }
 
-  __device__ std::uint32_t wait_unit() {
+  __device__ void fill_pending() {
+#pragma unroll 1
+    for (; pending > 0; --pending) fill_next();
+  }
+
+  // Waits for the next unit, of the kBehind + 1 that will be taken together.
+  template <int kBehind>
+  __device__ std::uint32_t take_unit() {
+    const std::uint32_t address = units + unit * R::kUnitBytes;
     if constexpr (kBulk) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       barrier_wait(smem_address(&book.barriers[warp][unit]), parity);
 #endif
     } else {
-      wait_copies<kUnits - 1>();
+      wait_copies<kUnits - 1 - kBehind>();
       __syncwarp();
     }
-    return units + unit * R::kUnitBytes;
-  }
-
-  // After the last read of a unit. `refill` is false when the merge borrows the unit first.
-  __device__ void leave_unit(bool refill) {
     unit = unit + 1 == kUnits ? 0 : unit + 1;
     if (unit == 0) parity ^= 1;
-    __syncwarp();
-    if (refill) fill_next();
+    return address;
   }
 
   // Queries of one pair: B fragments, column n of tile j is query head 8 j + n of the group.
@@ -375,24 +447,20 @@ struct DecodeKernel {
   float o[kVStrips][kTiles][4];
   float maximum[kTiles][2], sum[kTiles][2];
 
-  __device__ int columns_of(int pair) const {
-    return min(N, p.group - pair % p.column_groups * N);
-  }
-  __device__ std::int64_t first_query(int pair) const {
-    const int row = pair / pairs_per_row();
-    return (static_cast<std::int64_t>(row) * p.heads + head_of(pair)) * p.group +
-           pair % p.column_groups * N;
+  __device__ std::int64_t first_query(int row, int of_row) const {
+    return (static_cast<std::int64_t>(row) * p.heads + head_of(of_row)) * p.group +
+           first_column(of_row);
   }
 
-  __device__ void begin_pair(int pair) {
-    const int columns = columns_of(pair);
-    const T* q = static_cast<const T*>(p.q) + first_query(pair) * D;
+  __device__ void begin_pair(int row, int of_row) {
+    const int columns = min(N, p.group - first_column(of_row));
+    const T* q = static_cast<const T*>(p.q) + first_query(row, of_row) * D;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const int column = 8 * j + lane / 4;
 #pragma unroll
       for (int i = 0; i < D / 8; ++i)
-        q_fragment[j][i] = column < columns ? __ldg(reinterpret_cast<const unsigned*>(
+        q_fragment[j][i] = column < columns ? __ldcg(reinterpret_cast<const unsigned*>(
                                                   q + column * D + 8 * i + 2 * (lane % 4)))
                                             : 0u;
 #pragma unroll
@@ -404,8 +472,8 @@ struct DecodeKernel {
     }
   }
 
-  // One block of 64 tokens, of which `valid` count.
-  __device__ void attend_block(int item, int valid, bool refill_last) {
+  // One block of 64 tokens, of which `valid` count. Leaves the units of V pending.
+  __device__ void attend_block(int item, int valid) {
     float s[4][kTiles][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -415,25 +483,25 @@ struct DecodeKernel {
         for (int c = 0; c < 4; ++c) s[i][j][c] = 0.f;
 
     if (dense_k >> (item % 32) & 1) {
+      const std::uint32_t tiles[2] = {take_unit<1>(), take_unit<0>()};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const std::uint32_t tile = wait_unit();
+        const std::uint32_t tile = tiles[half];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int k = 0; k < D / 16; ++k) {
             const int token = 16 * i + lane % 16, chunk = 2 * k + lane / 16;
             std::uint32_t a[4];
-            load_matrix(a, tile + chunk / 8 * (kHalf * 128) + token * 128 +
-                               ((chunk ^ token) & 7) * 16);
+            load_matrix(a, tile + dense_place(token, chunk));
 #pragma unroll
             for (int j = 0; j < kTiles; ++j)
               Mma<T>::dense(s[2 * half + i][j], a, q_fragment[j][2 * k], q_fragment[j][2 * k + 1]);
           }
-        leave_unit(true);
       }
+      pending = 2;
     } else {
-      const std::uint32_t base = wait_unit();
+      const std::uint32_t base = take_unit<0>();
       std::uint32_t words[4 * kWords];
       load_words(words, base);
 #pragma unroll
@@ -453,8 +521,10 @@ struct DecodeKernel {
             Mma<T>::template sparse<1>(s[i][j], b, q[4], q[5], q[6], q[7], word);
           }
         }
-      leave_unit(true);
+      pending = 1;
     }
+    __syncwarp();  // all lanes have read the units
+    fill_pending();
 
     if (valid < kBlockSize) {
 #pragma unroll
@@ -511,9 +581,10 @@ struct DecodeKernel {
       }
 
     if (dense_v >> (item % 32) & 1) {
+      const std::uint32_t tiles[2] = {take_unit<1>(), take_unit<0>()};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const std::uint32_t tile = wait_unit();
+        const std::uint32_t tile = tiles[half];
         if (valid < kBlockSize) clear_rows(tile, valid - kHalf * half);
 #pragma unroll
         for (int i = 0; i < kVStrips; ++i)
@@ -521,17 +592,16 @@ struct DecodeKernel {
           for (int k = 0; k < 2; ++k) {
             const int token = 16 * k + lane % 8 + lane / 16 * 8, chunk = 2 * i + lane / 8 % 2;
             std::uint32_t a[4];
-            load_matrix_transposed(a, tile + chunk / 8 * (kHalf * 128) + token * 128 +
-                                          ((chunk ^ token) & 7) * 16);
+            load_matrix_transposed(a, tile + dense_place(token, chunk));
 #pragma unroll
             for (int j = 0; j < kTiles; ++j)
               Mma<T>::dense(o[i][j], a, probability[j][4 * half + 2 * k],
                             probability[j][4 * half + 2 * k + 1]);
           }
-        leave_unit(half == 0 || refill_last);
       }
+      pending = 2;
     } else {
-      const std::uint32_t base = wait_unit();
+      const std::uint32_t base = take_unit<0>();
       std::uint32_t words[4 * kWords];
       load_words(words, base);
 #pragma unroll
@@ -549,8 +619,9 @@ struct DecodeKernel {
           Mma<T>::template sparse<1>(o[i][j], b, x[4], x[5], x[6], x[7], word);
         }
       }
-      leave_unit(refill_last);
+      pending = 1;
     }
+    __syncwarp();
   }
 
   __device__ void load_words(std::uint32_t (&words)[4 * kWords], std::uint32_t base) const {
@@ -565,19 +636,20 @@ struct DecodeKernel {
   __device__ void clear_rows(std::uint32_t tile, int first) const {
     for (int row = max(first, 0); row < kHalf; ++row)
       if (lane < D / 8)
-        store_shared_16(tile + lane / 8 * (kHalf * 128) + row * 128 + lane % 8 * 16,
-                        make_uint4(0, 0, 0, 0));
+        store_shared_16(tile + dense_place(row, lane), make_uint4(0, 0, 0, 0));
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if constexpr (kBulk) fence_async_proxy();
 #endif
     __syncwarp();
   }
 
-  // Joins the warps' states of one pair, of which this CTA did blocks [begin, end).
-  __device__ void finish_pair(int pair, int begin, int end, int blocks, bool took_part) {
-    const int columns = columns_of(pair);
-    const bool whole = begin == 0 && end == blocks;
-    const int slot = 2 * blockIdx.x + (begin == 0);
+  // Joins the warps' states of one pair, of which this CTA did blocks [first, last).
+  __device__ void finish_pair(int row, int of_row, int first, int last, int blocks,
+                              bool took_part) {
+    const int columns = min(N, p.group - first_column(of_row));
+    const std::int64_t query = first_query(row, of_row);
+    const bool whole = first == 0 && last == blocks;
+    const int slot = 2 * blockIdx.x + (first == 0);
 #pragma unroll
     for (int pass = 0; pass < kMergePasses; ++pass) {
       const int first_column = pass * kMergeColumns;
@@ -621,14 +693,17 @@ struct DecodeKernel {
 
       const int pass_columns = min(kMergeColumns, columns - first_column);
       const std::uint32_t ring = units - warp * kUnits * R::kUnitBytes;
+#pragma unroll 1
       for (int i = threadIdx.x; i < pass_columns * (D / 4); i += R::kThreads) {
         const int of_pass = i / (D / 4), channel = i % (D / 4) * 4;
         const int column = first_column + of_pass;
         float top = -INFINITY;
+#pragma unroll 1
         for (int w = 0; w < kWarps; ++w)
           if (book.buffer[w] >= 0) top = fmaxf(top, book.maximum[w][column]);
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         float weight_sum = 0.f;
+#pragma unroll 1
         for (int w = 0; w < kWarps; ++w) {
           if (book.buffer[w] < 0) continue;
           const float f = exp2_approx(book.maximum[w][column] - top);
@@ -638,7 +713,7 @@ struct DecodeKernel {
           weight_sum += f * book.sum[w][column];
         }
         if (whole) {
-          write_result(pair, column, channel, total, top, weight_sum);
+          write_result(query + column, channel, total, top, weight_sum);
         } else {
           const std::int64_t at = static_cast<std::int64_t>(slot) * N + column;
           __stcg(reinterpret_cast<float4*>(p.partials + at * D + channel), total);
@@ -646,50 +721,77 @@ struct DecodeKernel {
         }
       }
     }
-    if (!whole) __threadfence();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if constexpr (kBulk) fence_async_proxy();  // the borrowed units are filled by copies again
 #endif
     __syncthreads();
-    if (took_part) fill_next();
-    if (!whole) join_shares(pair, begin == 0 ? blockIdx.x + 1 : blockIdx.x);
+    if (!whole)
+      join_shares(query, columns, first == 0 ? end.first_cta : begin.first_cta,
+                  first == 0 ? end.last_cta : begin.last_cta);
   }
 
-  // The last of the CTAs that share a pair sums their partials. Boundary `c` lies in the pair.
-  __device__ void join_shares(int pair, int c) {
-    const int first = p.boundaries[c].first_cta, last = p.boundaries[c].last_cta;
+  // The last of CTAs [first, last] that share a pair sums their partials: half-warps take every
+  // other share, which keeps enough loads in flight for the 17 or so shares of one long request.
+  __device__ void join_shares(std::int64_t query, int columns, int first, int last) {
     if (threadIdx.x == 0) {
+      __threadfence();  // for the whole CTA, whose stores the barrier before this has ordered
       const int before = atomicAdd(p.arrivals + first, 1);
       book.is_last = before == last - first;
-      if (book.is_last) p.arrivals[first] = 0;
+      if (book.is_last) {
+        p.arrivals[first] = 0;
+        __threadfence();
+      }
     }
     __syncthreads();
     if (!book.is_last) return;
-    __threadfence();
-    const int columns = columns_of(pair);
-    for (int i = threadIdx.x; i < columns * (D / 4); i += R::kThreads) {
+    constexpr int kBatch = 10;
+    const int half = lane / 16;
+    // The bound is a multiple of 16, so a warp stays together.
+#pragma unroll 1
+    for (int i = warp * 16 + lane % 16; i < columns * (D / 4); i += R::kThreads / 2) {
       const int column = i / (D / 4), channel = i % (D / 4) * 4;
       float top = -INFINITY, weight_sum = 0.f;
       float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-      for (int cta = first; cta <= last; ++cta) {
-        const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N + column;
-        const float2 state = __ldcg(p.states + at);
-        const float4 x = __ldcg(reinterpret_cast<const float4*>(p.partials + at * D + channel));
-        const float higher = fmaxf(top, state.x);
-        const float f = exp2_approx(state.x - higher), g = exp2_approx(top - higher);
-        total.x = g * total.x + f * x.x, total.y = g * total.y + f * x.y;
-        total.z = g * total.z + f * x.z, total.w = g * total.w + f * x.w;
-        weight_sum = g * weight_sum + f * state.y;
+#pragma unroll 1
+      for (int base = first + half; base <= last; base += 2 * kBatch) {
+        float2 state[kBatch];
+        float4 x[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int cta = min(base + 2 * b, last);
+          const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N + column;
+          state[b] = __ldcg(p.states + at);
+          x[b] = __ldcg(reinterpret_cast<const float4*>(p.partials + at * D + channel));
+        }
+        float higher = top;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) higher = fmaxf(higher, state[b].x);
+        const float g = exp2_approx(top - higher);
+        total.x *= g, total.y *= g, total.z *= g, total.w *= g, weight_sum *= g;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const float f = base + 2 * b <= last ? exp2_approx(state[b].x - higher) : 0.f;
+          total.x += f * x[b].x, total.y += f * x[b].y;
+          total.z += f * x[b].z, total.w += f * x[b].w;
+          weight_sum += f * state[b].y;
+        }
         top = higher;
       }
-      write_result(pair, column, channel, total, top, weight_sum);
+      // A shared pair has two shares at least, so both halves have a finite maximum.
+      const float higher = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+      const float f = exp2_approx(top - higher);
+      float* const values[5] = {&total.x, &total.y, &total.z, &total.w, &weight_sum};
+#pragma unroll
+      for (int v = 0; v < 5; ++v) {
+        *values[v] *= f;
+        *values[v] += __shfl_xor_sync(~0u, *values[v], 16);
+      }
+      if (half == 0) write_result(query + column, channel, total, higher, weight_sum);
     }
   }
 
-  __device__ void write_result(int pair, int column, int channel, float4 total, float top,
+  __device__ void write_result(std::int64_t query, int channel, float4 total, float top,
                                float weight_sum) const {
-    const std::int64_t query = first_query(pair) + column;
     const float f = 1.f / weight_sum;
     const uint2 x = make_uint2(pack_pair<T>(total.x * f, total.y * f),
                                pack_pair<T>(total.z * f, total.w * f));
@@ -701,21 +803,19 @@ struct DecodeKernel {
   __device__ void clear_empty_rows() const {
     const int per_row = p.heads * p.group;
     for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-      if (p.seq_lens[row] > 0) continue;
+      if (__ldcg(p.seq_lens + row) > 0) continue;
       uint4* out = reinterpret_cast<uint4*>(static_cast<T*>(p.out)) +
                    static_cast<std::int64_t>(row) * per_row * (D / 8);
+#pragma unroll 1
       for (int i = threadIdx.x; i < per_row * (D / 8); i += R::kThreads)
         out[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
       for (int i = threadIdx.x; i < per_row; i += R::kThreads)
         p.lse[static_cast<std::int64_t>(row) * per_row + i] = -INFINITY;
     }
   }
 
   __device__ void run() {
-    const Boundary begin = p.boundaries[blockIdx.x], end = p.boundaries[blockIdx.x + 1];
-    first_pair = begin.pair, first_block = begin.block;
-    share = end.position - begin.position;
-    items = share > warp ? (share - warp + kWarps - 1) / kWarps : 0;
     if constexpr (kBulk) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       policy = evict_first_policy();
@@ -724,32 +824,46 @@ struct DecodeKernel {
         barrier_init_visible();
       }
       __syncwarp();
+      wait_for_previous_kernel();
+      let_next_kernel_start();
 #endif
     }
+    begin = load_boundary(blockIdx.x), end = load_boundary(blockIdx.x + 1);
+    share = end.position - begin.position;
+    items = share > warp ? (share - warp + kWarps - 1) / kWarps : 0;
     if (items > 0) begin_lookups();
-    for (int i = 0; i < kUnits; ++i) fill_next();
-
-    int pair = first_pair, block = first_block, item = 0;
-    for (int done = 0; done < share;) {
-      const int row = pair / pairs_per_row();
-      const int length = p.seq_lens[row], blocks = blocks_of(length);
-      if (blocks == 0) {
-        pair = (row + 1) * pairs_per_row();
-        continue;
-      }
-      const int count = min(blocks - block, share - done);
-      const bool takes_part = warp + kWarps * item < done + count;
-      if (takes_part) {
-        begin_pair(pair);
-        for (int at = warp + kWarps * item; at < done + count; at += kWarps, ++item) {
-          const int valid = min(length - (block + at - done) * kBlockSize, kBlockSize);
-          attend_block(item, valid, at + kWarps < done + count);
-        }
-      }
-      finish_pair(pair, block, block + count, blocks, takes_part);
-      done += count, block = 0, ++pair;
-    }
+    fill_pending();
     clear_empty_rows();
+
+    int row = begin.row, of_row = begin.of_row, block = begin.block;
+    int item = 0, done = 0, count = 0, length = 0, blocks = 0;
+    bool took_part = false;
+    for (;;) {
+      // Here, and after K, the units that were read are filled again.
+      fill_pending();
+      if (filling >= 32 * (looked - 1) && 32 * looked < items) look_ahead();
+      if (done >= share) break;
+      if (count == 0) {  // a new pair, or a new row
+        length = __ldcg(p.seq_lens + row), blocks = blocks_of(length);
+        count = min(blocks - block, share - done);
+        if (count == 0) {
+          ++row, of_row = 0;
+          continue;
+        }
+        took_part = false;
+      }
+      const int at = warp + kWarps * item;  // of the share
+      if (at < done + count) {
+        if (!took_part) begin_pair(row, of_row);
+        took_part = true;
+        attend_block(item, min(length - (block + at - done) * kBlockSize, kBlockSize));
+        ++item;
+        if (at + kWarps < done + count) continue;
+      }
+      finish_pair(row, of_row, block, block + count, blocks, took_part);
+      done += count, count = 0, block = 0;
+      if (++of_row == pairs_per_row()) ++row, of_row = 0;
+    }
     if constexpr (!kBulk) wait_copies<0>();
   }
 };
@@ -766,7 +880,7 @@ __global__ void __launch_bounds__(Ring<D, kBulk>::kThreads, 1)
 // --- launchers ----------------------------------------------------------------------------------
 
 // Dense blocks of the arena as [D / 64][rows][64]; a box is half a block, one swizzled tile for
-// each 64 channels.
+// each 64 channels. No L2 promotion: it costs 6 % of the bandwidth (NOTES.md).
 cudaError_t make_dense_map(CUtensorMap* map, const void* arena, std::int64_t arena_bytes, int D) {
   static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   if (encode == nullptr) {
@@ -786,7 +900,7 @@ cudaError_t make_dense_map(CUtensorMap* map, const void* arena, std::int64_t are
   const CUresult result =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(arena), size, stride, box,
              step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -804,9 +918,21 @@ cudaError_t launch(const DecodeParams& params, const CUtensorMap& map, int ctas,
     if (error != cudaSuccess) return error;
     ready[device % 64] = true;
   }
-  decode_kernel<D, N, T, kBulk>
-      <<<ctas, Ring<D, kBulk>::kThreads, bytes, stream>>>(params, map);
-  return cudaGetLastError();
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(Ring<D, kBulk>::kThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+#ifdef HS_NO_PDL
+  config.numAttrs = 0;
+#else
+  config.numAttrs = kBulk ? 1 : 0;
+#endif
+  return cudaLaunchKernelEx(&config, decode_kernel<D, N, T, kBulk>, params, map);
 }
 
 #if defined(HS_SMOKE)
@@ -877,6 +1003,7 @@ HS_EXPORT int hs_decode_plan(const int* refs, const int* page_table, const int* 
   const int bytes = (rows + 1) * 12 + (ctas + 1) * 8 + 8;
   if (bytes > 48 * 1024) return cudaErrorInvalidValue;
   plan_boundaries<<<1, kPlanThreads, bytes, static_cast<cudaStream_t>(stream)>>>(params);
+  plan_blocks<<<ctas, kPlanThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   return cudaGetLastError();
 }
 

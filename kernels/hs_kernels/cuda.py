@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_F, _I, _I, _P, _I, _P),
     ],
     "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _P, _P, _I, _I, _P],
+    "hs_store_pair": [_I, _I, _P, _P, *3 * [_L], *3 * [_P], _I, _I, _P],
     "hs_rank_blocks": [_P, _P, _I, _I, _P],
     "hs_update_refs": [_P, _P, _P, _L, _P],
     "hs_assign_refs": [*6 * [_P], *3 * [_I], _P],
@@ -307,6 +308,27 @@ def _(
     weights: Tensor | None,
     means: Tensor | None,
 ) -> None:
+    return None
+
+
+@torch.library.custom_op("hierasparse::store_pages", mutates_args=("arena",))
+def store_pages(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor) -> None:
+    k, v = _loadable(k), _loadable(v)
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    refs = refs.contiguous()
+    launch(
+        k.device,
+        "hs_store_pair",
+        *(dtype_code(k.dtype), k.shape[3], k.data_ptr(), v.data_ptr()),
+        *(k.stride(0), k.stride(1), k.stride(2)),
+        *map(pointer, (arena, refs[Side.K], refs[Side.V])),
+        *(k.shape[0], k.shape[1]),
+    )
+
+
+@store_pages.register_fake
+def _(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor) -> None:
     return None
 
 

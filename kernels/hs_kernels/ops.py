@@ -33,6 +33,7 @@ __all__ = [
     "prefill_attention",
     "rank_blocks",
     "store_blocks",
+    "store_pages",
     "store_tokens",
     "update_refs",
 ]
@@ -115,6 +116,24 @@ def store_blocks(
         mask = reference.keep_2_4(scaled, side)
     raw = reference.pack_blocks(chosen, side, fmt, mask)
     reference.sparse_slots(arena, fmt, heads)[slots, head] = raw
+
+
+def store_pages(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
+    """`store_blocks` of both sides of the same pages, in one launch.
+
+    k, v [N, Hkv, 64, D], refs int32 [2, N, Hkv].
+    """
+    for blocks, of_side in zip((k, v), refs, strict=True):
+        _check_blocks(blocks, of_side, fmt, "refs")
+    _check_arena(arena)
+    _check_devices(arena, k=k, v=v, refs=refs)
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        cuda.store_pages(k, v, arena, refs)
+        return
+    for side, blocks in zip(Side, (k, v), strict=True):
+        store_blocks(blocks, side, arena, refs[side], fmt)
 
 
 def block_losses(

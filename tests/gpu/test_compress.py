@@ -58,6 +58,18 @@ def test_each_block_is_stored_as_its_ref_says(fmt: BlockFormat, side: Side) -> N
     compare_store(random_blocks(fmt, 5, 2), side, fmt, refs)
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_both_sides_are_stored_at_once(fmt: BlockFormat) -> None:
+    k, v = random_blocks(fmt, 5, 3, values=3), random_blocks(fmt, 5, 3, values=3)
+    refs = -torch.arange(1, 31, dtype=torch.int32).view(2, 5, 3)
+    refs[0, 1, 1], refs[1, 2, 0], refs[1, 4] = 22, 0, torch.tensor([23, 24, 25])
+    want = empty_arena(fmt, 3)
+    got = want.cuda()
+    ops.store_pages(k, v, want, refs, fmt)
+    ops.store_pages(k.cuda(), v.cuda(), got, refs.cuda(), fmt)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_given_masks_and_values_are_stored(fmt: BlockFormat, side: Side) -> None:
