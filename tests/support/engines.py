@@ -1,0 +1,355 @@
+"""Real engines for tests: one process group each, started once for a configuration, never two too
+many at a time, and killed with all their children whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hs_runtime.config import CONFIG_VARIABLE, PLUGIN_FILTER_VARIABLE, RuntimeConfig
+from hs_runtime.policies import CUSTOM_PARAM, SparsityPolicy
+from hs_runtime.policies.policy import ServerConstants, Sparsity
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 420.0  # an import of SGLang takes ten seconds on an idle machine
+ANSWER_SECONDS = 300.0
+STOP_SECONDS = 20.0
+STRICT_CHECKS = (
+    ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1"),
+    ("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1"),
+    ("SGLANG_DEBUG_MEMORY_POOL", "1"),
+)
+FORCED_RETRACTION = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "3"))
+
+
+def policy(
+    prefill: tuple[int, int] = (0, 0), decode: tuple[int, int] | None = None
+) -> SparsityPolicy:
+    """Shares of (K, V) in thousandths; decode is by default that of prefill."""
+    return SparsityPolicy(Sparsity(*prefill), Sparsity(*(decode or prefill)))
+
+
+def token_ids(count: int, seed: int = 0) -> list[int]:
+    """Random bytes as tokens of the tiny Llama."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """One configuration. `tokens` is the size of the KV cache in dense tokens."""
+
+    model: Path
+    segment: int = 1024
+    window: int = 256
+    chunk: int = 1024
+    tokens: int = 16384
+    stock: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def server_arguments(self) -> dict[str, Any]:
+        common: dict[str, Any] = {
+            "model_path": str(self.model),
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "dtype": "float32",
+            "disable_cuda_graph": True,
+            "max_total_tokens": self.tokens,
+            "chunked_prefill_size": self.chunk,
+            "max_prefill_tokens": self.chunk,
+            "max_running_requests": 16,
+            "log_level": "warning",
+            "random_seed": 1,
+        }
+        if self.stock:
+            backend = {"attention_backend": "torch_native", "page_size": 1}
+        else:
+            backend = {"attention_backend": "hierasparse", "page_size": 64}
+        return common | backend | dict(self.arguments)
+
+    def process_environment(self) -> dict[str, str]:
+        env = {name: value for name, value in os.environ.items() if name != CONFIG_VARIABLE}
+        roots = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "server")]
+        env["PYTHONPATH"] = os.pathsep.join(roots)
+        env["PYTHONWARNINGS"] = "ignore"
+        env["OMP_NUM_THREADS"] = "1"  # small tensors: threads only cost, and wait for each other
+        env[PLUGIN_FILTER_VARIABLE] = "none" if self.stock else "hierasparse"
+        if not self.stock:
+            constants = ServerConstants(segment=self.segment, window=self.window)
+            env[CONFIG_VARIABLE] = RuntimeConfig(constants=constants).to_json()
+        return env | dict(self.environment)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One generation. `sampling` and `fields` are further parameters of it and of the request."""
+
+    prompt: Sequence[int]
+    policy: SparsityPolicy | None = None
+    max_new: int = 40
+    rid: str | None = None
+    logprob_start: int = -1
+    abort_after: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def order(self) -> dict[str, Any]:
+        sampling: dict[str, Any] = {
+            "temperature": 0,
+            "max_new_tokens": self.max_new,
+            "ignore_eos": True,
+        }
+        if self.policy is not None:
+            sampling["custom_params"] = {CUSTOM_PARAM: self.policy.to_json()}
+        fields = {
+            "input_ids": list(self.prompt),
+            "sampling_params": sampling | self.sampling,
+            "return_logprob": True,
+            "logprob_start_len": self.logprob_start,
+            **({"rid": self.rid} if self.rid else {}),
+            **self.fields,
+        }
+        return {"op": "generate", "fields": fields, "abort_after": self.abort_after}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`report` is what the scheduler says of the request's blocks, {} if it was aborted."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+    cached: int
+    retractions: int
+    finish: str
+    report: dict[str, Any]
+
+    @classmethod
+    def of(cls, output: dict[str, Any]) -> Answer:
+        meta = output["meta_info"]
+        chosen = meta.get("output_token_logprobs") or []
+        prompt = [each[0] for each in meta.get("input_token_logprobs") or []]
+        reports = [each for each in meta.get("hierasparse") or [] if each]
+        reason = meta.get("finish_reason") or {}
+        return cls(
+            tokens=[each[1] for each in chosen],
+            logprobs=[each[0] for each in chosen],
+            prompt_logprobs=[each for each in prompt if each is not None],
+            cached=meta.get("cached_tokens", 0),
+            retractions=meta.get("num_retractions", 0),
+            finish=reason.get("type", "") if isinstance(reason, dict) else str(reason),
+            report=json.loads(reports[-1]) if reports else {},
+        )
+
+
+class EngineFailed(RuntimeError):
+    """The engine's process ended, refused or did not answer in time; with the end of its log."""
+
+
+class Engine:
+    """A running engine. Requests may be sent from one thread and awaited in any order."""
+
+    def __init__(self, options: EngineOptions, folder: Path) -> None:
+        self.options, self.log, self.probe = options, folder / "log", folder / "probe"
+        self.probe.touch()
+        message = {
+            "stock": options.stock,
+            "probe": str(self.probe),
+            "arguments": options.server_arguments(),
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.engine_process", json.dumps(message)],
+                cwd=ROOT,
+                env=options.process_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._news: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._ended, self._number = False, 0
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self._wait(0, START_SECONDS)
+        except EngineFailed:
+            self.close()
+            raise
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._news.put(json.loads(line))
+        self._news.put(None)
+
+    def _send(self, order: dict[str, Any]) -> int:
+        assert self.process.stdin is not None
+        self._number += 1
+        line = json.dumps({**order, "id": self._number}) + "\n"
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("is gone") from None
+        return self._number
+
+    def _failed(self, what: str) -> EngineFailed:
+        return EngineFailed(f"the engine {what}; its log ends:\n{self.log_text()[-6000:]}")
+
+    def _wait(self, number: int, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        while number not in self._answers:
+            try:
+                news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise self._failed(f"did not answer within {seconds:.0f} s") from None
+            if news is None:
+                self._ended = True
+                raise self._failed("ended")
+            self._answers[news["id"]] = news
+        answer = self._answers.pop(number)
+        if "error" in answer:
+            raise EngineFailed(answer["error"])
+        return answer["value"]
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    # requests
+
+    def send(self, ask: Ask) -> int:
+        return self._send(ask.order())
+
+    def take_all(self, number: int, seconds: float = ANSWER_SECONDS) -> list[Answer]:
+        return [Answer.of(output) for output in self._wait(number, seconds)]
+
+    def take(self, number: int, seconds: float = ANSWER_SECONDS) -> Answer:
+        (answer,) = self.take_all(number, seconds)
+        return answer
+
+    def run(self, *asks: Ask, seconds: float = ANSWER_SECONDS) -> list[Answer]:
+        """All at once; the answers in the order of the requests."""
+        numbers = [self.send(ask) for ask in asks]
+        return [self.take(number, seconds) for number in numbers]
+
+    def cold(self, ask: Ask) -> Answer:
+        """The answer with nothing cached and nobody else on the server."""
+        self.flush()
+        (answer,) = self.run(ask)
+        assert answer.cached == 0
+        return answer
+
+    def flush(self) -> None:
+        """Empties the prefix cache; a scheduler that has just answered may need a moment."""
+        for _ in range(200):
+            if self._wait(self._send({"op": "flush"}), ANSWER_SECONDS):
+                return
+            time.sleep(0.02)
+        raise self._failed("did not become idle")
+
+    def abort(self, rid: str) -> None:
+        self._wait(self._send({"op": "abort", "rid": rid}), ANSWER_SECONDS)
+
+    # evidence
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """What the scheduler has done since it started (see `engine_process.Probe`)."""
+        lines = self.probe.read_text().split("\n")[:-1]
+        events = [json.loads(line) for line in lines]
+        return [event for event in events if kind in (None, event["kind"])]
+
+    def await_event(
+        self, wanted: Callable[[dict[str, Any]], bool], seconds: float = ANSWER_SECONDS
+    ) -> dict[str, Any]:
+        """The first event for which `wanted` holds, soon after it happened."""
+        deadline, seen = time.monotonic() + seconds, 0
+        with self.probe.open() as file:
+            rest = ""
+            while time.monotonic() < deadline:
+                rest += file.read()
+                *lines, rest = rest.split("\n")
+                for event in map(json.loads, lines):
+                    seen += 1
+                    if wanted(event):
+                        return event
+                time.sleep(0.002)
+        raise self._failed(f"never did what was awaited in {seen} events")
+
+    def await_idle(self) -> dict[str, Any]:
+        """Waits until the scheduler has checked its books at idle, and returns them."""
+        before = len(self.events("idle"))
+        self.flush()
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            idle = self.events("idle")
+            if idle and (len(idle) > before or idle[-1] == self.events()[-1]):
+                return idle[-1]
+            time.sleep(0.01)
+        raise self._failed("never checked its books")
+
+    # end
+
+    def close(self) -> None:
+        """Stops the process and whatever is left of its group."""
+        if not self._ended and self.process.poll() is None:
+            with contextlib.suppress(EngineFailed, OSError):
+                self._send({"op": "stop"})
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        kill_group(self.process)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the session that the process leads; its children are in it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_SECONDS)
+
+
+class Engines:
+    """Running engines by configuration; at most `limit`, the least recently used ends first."""
+
+    def __init__(self, folder: Path, limit: int = 2) -> None:
+        self.folder, self.limit = folder, limit
+        self._running: dict[EngineOptions, Engine] = {}
+        self._started = 0
+
+    def get(self, options: EngineOptions) -> Engine:
+        engine = self._running.pop(options, None)
+        if engine is None or engine.process.poll() is not None:
+            if engine is not None:
+                engine.close()
+            while len(self._running) >= self.limit:
+                self._running.pop(next(iter(self._running))).close()
+            self._started += 1
+            folder = self.folder / f"engine-{self._started}"
+            folder.mkdir()
+            engine = Engine(options, folder)
+        self._running[options] = engine
+        return engine
+
+    def close(self) -> None:
+        while self._running:
+            self._running.popitem()[1].close()
+
+
+def with_environment(options: EngineOptions, *pairs: tuple[str, str]) -> EngineOptions:
+    return replace(options, environment=options.environment + pairs)
