@@ -144,7 +144,9 @@ def test_the_dummy_reads_as_zeros(fmt):
     refs = torch.full((1, 2), DUMMY_REF, dtype=torch.int32)
     for side in Side:
         assert not load_pages(arena, refs, side, fmt).any()
-    assert (sparse_slots(arena, fmt, 2)[1] == 0xFF).all(), "wrote past slot 0"
+    slots = sparse_slots(arena, fmt, 2)
+    assert (slots[0, :, : fmt.metadata_bytes] == 0x44).all(), "undefined metadata"
+    assert (slots[1] == 0xFF).all(), "wrote past slot 0"
 
 
 def test_dense_and_sparse_slots_are_two_strides_over_one_base():
@@ -217,6 +219,18 @@ def test_decode_of_edge_lengths_in_one_batch(splits):
     assert_close("lse", lse, want_lse)
     assert not out[0].any()
     assert (lse[0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("length", [1, 63, 65, 100])
+def test_decode_does_not_read_past_the_end_of_a_begun_page(length):
+    case = build_decode_case(F32, 2, 2, [length], (0.0, 0.0))
+    last = case.page_table[0, (length - 1) // 64]
+    for slot in case.cache.refs[:, last].flatten().tolist():
+        dense_slots(case.cache.arena, F32, 2)[slot, :, length % 64 :] = torch.nan
+    out, lse = run_decode(case)
+    want_out, want_lse = naive_decode(case)
+    assert_close("out", out, want_out)
+    assert_close("lse", lse, want_lse)
 
 
 def test_decode_of_an_empty_batch():
