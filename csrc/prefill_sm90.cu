@@ -31,16 +31,6 @@
 #ifndef HS_Q_IN_REGISTERS
 #define HS_Q_IN_REGISTERS 0
 #endif
-#ifndef HS_OVERLAP_ROWS
-#define HS_OVERLAP_ROWS 1
-#endif
-#ifndef HS_OVERLAP_COLUMNS
-#define HS_OVERLAP_COLUMNS 0
-#endif
-#ifndef HS_PRODUCER_REGISTERS
-#define HS_PRODUCER_REGISTERS 40
-#define HS_CONSUMER_REGISTERS 232
-#endif
 #ifndef HS_POLYNOMIAL
 #define HS_POLYNOMIAL 0
 #endif
@@ -158,6 +148,8 @@ struct Config {
   static constexpr int kSparseBytes = BlockFormat<D, 2>::kSparseBytes;
   static constexpr int kStages = D == 64 ? 3 : (MixedV ? 2 : 3);
   [[maybe_unused]] static constexpr bool kQInRegisters = MixedV && HS_Q_IN_REGISTERS;  // if K is dense
+  // Of a thread, after the launch: 128 * (producer + 2 consumer) of 64 K at most.
+  static constexpr int kProducerRegisters = MixedK ? 24 : 40, kConsumerRegisters = MixedK ? 240 : 232;
   // One warpgroup's P of a step: two halves of 64 tokens, [64 queries][128 bytes], swizzled.
   static constexpr int kPBytes = 2 * kWarpgroupRows * 128;
 
@@ -680,9 +672,23 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
         pin_all(o);
       }
     };
-    auto kinds_before = [&] {
+    // What the next step starts with, fetched before the barrier that this step ends with: kinds
+    // and operands of V of this step (whose stage is kr.before()), and K of the next.
+    SparseBlock<C> v_block[2];
+    int v_kinds = kAnyKinds, masked = 0;
+    auto look_ahead = [&](bool more) {
+      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
       const int sparse = kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
-      return sparse == 2 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
+      v_kinds = sparse == 2 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
+      if (sparse == 2) {
+        const char* v = smem + C::kV + kr.before() * kStageBytes;
+        v_block[0].template load<Side::V>(v, at);
+        v_block[1].template load<Side::V>(v + C::kDenseBytes, at);
+      }
+      if (more) {
+        barrier_wait(bar.k_full(kr.slot), kr.parity);
+        masked = infos[kr.slot].masked;
+      }
     };
     // All products in flight must have ended: O is scaled at once.
     auto restart_step = [&](uint32_t p_offset) {
@@ -721,64 +727,57 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
     restart_step(0);
+    look_ahead(steps > 1);
 
-    auto step = [&](auto kinds_known, uint32_t p_offset) {
+    auto step = [&](auto kinds_known, uint32_t p_offset, bool more) {
       constexpr int kKinds = decltype(kinds_known)::value;
-      constexpr bool kOverlap = HS_OVERLAP_ROWS && kKinds != kAnyKinds;
-      const uint32_t v = C::kV + kr.before() * kStageBytes, p_before = C::kPBytes - p_offset;
-      SparseBlock<C> block[2];
-      if constexpr (kKinds == kAllSparse) {
-        block[0].template load<Side::V>(smem + v, at);
-        block[1].template load<Side::V>(smem + v + C::kDenseBytes, at);
-      }
+      constexpr bool kOverlap = kKinds != kAnyKinds;
+      const uint32_t p_before = C::kPBytes - p_offset;
       turn_begin(wg);
-      auto multiply_both = [&] {
-        if constexpr (kKinds == kAnyKinds) {
-          multiply_any(0, p_before);
-          multiply_any(1, p_before);
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const uint32_t p_at = p_base + p_before + h * (kWarpgroupRows * 128);
-            if constexpr (kKinds == kAllSparse) multiply_v<C>(o, block[h], p_at);
-            else multiply_v<C>(o, base + v + h * C::kDenseBytes, p_at);
-          }
-          wgmma_commit();
-        }
-      };
+      if constexpr (kKinds == kAnyKinds) {
+        multiply_any(0, p_before);
+        multiply_any(1, p_before);
+      }
       wgmma_fence();
-      if constexpr (!kOverlap) multiply_both();
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
-      if constexpr (kOverlap) multiply_both();
+      if constexpr (kOverlap) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const uint32_t p_at = p_base + p_before + h * (kWarpgroupRows * 128);
+          const uint32_t v_at = base + C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
+          if constexpr (kKinds == kAllSparse) multiply_v<C>(o, v_block[h], p_at);
+          else multiply_v<C>(o, v_at, p_at);
+        }
+        wgmma_commit();
+      }
       turn_end(wg);
       wgmma_wait<kOverlap ? 1 : 0>();
       pin(x.s);
-      if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+      if (masked) x.mask(infos[kr.slot], first_row);
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
       store_half(0, p_offset, sum);
       store_half(1, p_offset, sum);
+      wgmma_wait<0>();
+      pin_all(o);
+      __syncwarp();
+      if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
+      kr.next();
+      look_ahead(more);
       fence_async_proxy();
       sum[0] += sum[1], sum[2] += sum[3];
       const bool moved = warpgroup_any(1 + wg, !(fmaxf(sum[0], sum[2]) < kSumLimit<T>));
-      wgmma_wait<0>();
-      pin_all(o);
       if (!moved) x.l[0] += sum[0], x.l[1] += sum[2];
       return moved;
     };
     for (int i = 1; i < steps; i++) {
       const uint32_t p_offset = (i & 1) * C::kPBytes;
-      barrier_wait(bar.k_full(kr.slot), kr.parity);
-      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-      const int kinds_now = kinds_before();
+      const bool more = i + 1 < steps;
       bool moved;
-      if (kinds_now == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
-      else if (kinds_now == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
-      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
-      __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
-      kr.next();
+      if (v_kinds == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset, more);
+      else if (v_kinds == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset, more);
+      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset, more);
       if (moved) restart_step(p_offset);  // rare
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
@@ -948,6 +947,24 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
         pin_all(o);
       }
     };
+    // As in consume_rows.
+    SparseBlock<C> v_block[2];
+    int step_kinds = kAnyKinds, masked = 0;
+    auto look_ahead = [&](bool more) {
+      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
+      int sparse = kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
+      if (sparse == 2) {
+        const char* v = smem + C::kV + kr.before() * kStageBytes;
+        v_block[0].template load<Side::V>(v, at);
+        v_block[1].template load<Side::V>(v + C::kDenseBytes, at);
+      }
+      if (more) {
+        barrier_wait(bar.k_full(kr.slot), kr.parity);
+        masked = infos[kr.slot].masked;
+        sparse += infos[kr.slot].block[0].w + infos[kr.slot].block[1].w;
+        step_kinds = sparse == 4 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
+      }
+    };
     // `l` holds this step's sums already: they are taken out again. What rounding (or an infinite
     // sum) loses thereby of the older sums is nothing beside the sums that made it necessary.
     auto take_back = [&] {
@@ -959,30 +976,28 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
         l[c] = sum < INFINITY ? fmaxf(l[c] - sum, 0.f) : 0.f;
       }
     };
+    // Rare, and written to need few registers: the main loop pays for those in spills.
     auto restart_step = [&](bool first, uint32_t p_offset) {
-      float top[16], moved[16];
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int i = c / 2 * 4 + c % 2;
         float t = fmaxf(fmaxf(s[0][i], s[0][i + 2]), fmaxf(s[1][i], s[1][i + 2]));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
-        top[c] = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
-      }
-      if (at.g == 0) {
-#pragma unroll
-        for (int c = 0; c < 8; c++)
-          *reinterpret_cast<float2*>(columns + at.warp * kWarpgroupRows + 8 * c + 2 * at.q) = make_float2(top[2 * c], top[2 * c + 1]);
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
+        if (at.g == 0) columns[at.warp * kWarpgroupRows + c / 2 * 8 + 2 * at.q + c % 2] = t;
       }
       warpgroup_barrier(1 + wg);
-#pragma unroll
-      for (int c = 0; c < 16; c++) {
-        const int column = c / 2 * 8 + 2 * at.q + c % 2;
+      auto old_and_moved = [&](int column) {
         float t = fmaxf(columns[column], columns[kWarpgroupRows + column]);
         t = fmaxf(t, fmaxf(columns[2 * kWarpgroupRows + column], columns[3 * kWarpgroupRows + column]));
         const float m = first ? -INFINITY : references[column];
-        moved[c] = safe(fmaxf(m, t * scale));
-        const float f = exp2_unit(m - moved[c]);
+        return make_float2(m, safe(fmaxf(m, t * scale)));
+      };
+#pragma unroll
+      for (int c = 0; c < 16; c++) {
+        const float2 m = old_and_moved(c / 2 * 8 + 2 * at.q + c % 2);
+        const float f = exp2_unit(m.x - m.y);
         l[c] *= f;
 #pragma unroll
         for (int k = 0; k < C::kChunks; k++) {
@@ -991,11 +1006,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
         }
       }
       warpgroup_barrier(1 + wg);  // all have read what is written next
-      if (at.warp == 0 && at.g == 0) {
-#pragma unroll
-        for (int c = 0; c < 8; c++)
-          *reinterpret_cast<float2*>(references + 8 * c + 2 * at.q) = make_float2(moved[2 * c], moved[2 * c + 1]);
-      }
+      for (int column = at.warp * 32 + at.lane; column < kWarpgroupRows; column += 128)
+        references[column] = old_and_moved(column).y;
       warpgroup_barrier(1 + wg);
       store_half(0, p_offset);
       store_half(1, p_offset);
@@ -1014,91 +1026,79 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
     restart_step(true, 0);
+    look_ahead(steps > 1);
 
-    auto step = [&](auto kinds_known, uint32_t p_offset) {
+    auto step = [&](auto kinds_known, uint32_t p_offset, bool more) {
       constexpr int kKinds = decltype(kinds_known)::value;
-      constexpr bool kOverlap = HS_OVERLAP_COLUMNS && kKinds != kAnyKinds;
-      const uint32_t v = C::kV + kr.before() * kStageBytes, k = C::kK + kr.slot * kStageBytes;
-      const uint32_t p_before = C::kPBytes - p_offset;
-      SparseBlock<C> v_block[2], k_block[2];
-      if constexpr (kKinds == kAllSparse) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) v_block[h].template load<Side::V>(smem + v + h * C::kDenseBytes, at);
-#pragma unroll
-        for (int h = 0; h < 2; h++) k_block[h].template load<Side::K>(smem + k + h * C::kDenseBytes, at);
-      }
-      auto products_of_v = [&] {
-        if constexpr (kKinds == kAnyKinds) {
-          multiply_any(0, p_before);
-          multiply_any(1, p_before);
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const uint32_t p_at = p_base + p_before + h * (kWarpgroupRows * 128);
-            if constexpr (kKinds == kAllSparse) multiply_v<C>(o, v_block[h], p_at);
-            else multiply_v<C>(o, base + v + h * C::kDenseBytes, p_at);
-          }
-          wgmma_commit();
-        }
-      };
-      auto products_of_k = [&] {
-        if constexpr (kKinds == kAnyKinds) {
-          multiply_k_any(0);
-          multiply_k_any(1);
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            if constexpr (kKinds == kAllSparse) multiply_k<C>(s[h], k_block[h], q_desc);
-            else multiply_k<C>(s[h], base + k + h * C::kDenseBytes, q_desc);
-          }
-          wgmma_commit();
-        }
-      };
+      const uint32_t v_at = base + C::kV + kr.before() * kStageBytes, p_at = p_base + C::kPBytes - p_offset;
+      const uint32_t k = C::kK + kr.slot * kStageBytes;
       turn_begin(wg);
-      wgmma_fence();
-      if constexpr (!kOverlap) products_of_v();
-      products_of_k();
-      if constexpr (kOverlap) products_of_v();
-      turn_end(wg);
-      wgmma_wait<kOverlap ? 1 : 0>();
-      pin_all(s);
-      if constexpr (!kOverlap) {
-        pin_all(o);
-        __syncwarp();
-        if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
+      if constexpr (kKinds == kAnyKinds) {
+        multiply_any(0, C::kPBytes - p_offset);
+        multiply_any(1, C::kPBytes - p_offset);
+        multiply_k_any(0);
+        multiply_k_any(1);
+      } else if constexpr (kKinds == kAllDense) {
+        wgmma_fence();
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          multiply_v<C>(o, v_at + h * C::kDenseBytes, p_at + h * (kWarpgroupRows * 128));
+#pragma unroll
+        for (int h = 0; h < 2; h++) multiply_k<C>(s[h], base + k + h * C::kDenseBytes, q_desc);
+        wgmma_commit();
+      } else {
+        wgmma_fence();
+#pragma unroll
+        for (int h = 0; h < 2; h++) multiply_v<C>(o, v_block[h], p_at + h * (kWarpgroupRows * 128));
+        wgmma_commit();
+        SparseBlock<C> k_block;
+        k_block.template load<Side::K>(smem + k, at);
+        wgmma_fence();
+        multiply_k<C>(s[0], k_block, q_desc);
+        wgmma_commit();
+        // Only now is there room for the second block's operand: that of V is free.
+        wgmma_wait<1>();
+        SparseBlock<C> k_second;
+        k_second.template load<Side::K>(smem + k + C::kDenseBytes, at);
+        wgmma_fence();
+        multiply_k<C>(s[1], k_second, q_desc);
+        wgmma_commit();
       }
-      if (infos[kr.slot].masked) mask(infos[kr.slot]);
+      turn_end(wg);
+      wgmma_wait<0>();
+      pin_all(s);
+      pin_all(o);
+      if (masked) mask(infos[kr.slot]);
       __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
+      if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
       store_half(0, p_offset);
       store_half(1, p_offset);
+      kr.next();
+      look_ahead(more);
       fence_async_proxy();
       const float after = total();
       const bool moved = warpgroup_any(1 + wg, !(after - before < kSumLimit<T>));
       before = after;
-      if constexpr (kOverlap) {
-        wgmma_wait<0>();
-        pin_all(o);
-        __syncwarp();
-        if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
-      }
       return moved;
     };
     for (int i = 1; i < steps; i++) {
       const uint32_t p_offset = (i & 1) * C::kPBytes;
-      barrier_wait(bar.k_full(kr.slot), kr.parity);
-      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-      const int sparse = infos[kr.slot].block[0].w + infos[kr.slot].block[1].w + kinds[2 * kr.before()] +
-                         kinds[2 * kr.before() + 1];
+      const bool more = i + 1 < steps;
       bool moved;
-      if (sparse == 4) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
-      else if (sparse == 0) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
-      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
-      kr.next();
-      if (moved) {  // rare
+      if (step_kinds == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset, more);
+      else if (step_kinds == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset, more);
+      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset, more);
+      if (moved) {  // rare: the scores are gone, so they are computed again
+        kr.back();
+        multiply_k_any(0);
+        multiply_k_any(1);
+        if (infos[kr.slot].masked) mask(infos[kr.slot]);
+        kr.next();
         take_back();
         restart_step(false, p_offset);
       }
+      __syncwarp();
+      if (at.lane == 0) barrier_arrive(bar.k_empty(kr.before()));
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
     multiply_any(0, (steps - 1 & 1) * C::kPBytes);
@@ -1308,10 +1308,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_dec<HS_PRODUCER_REGISTERS>();
+    registers_dec<C::kProducerRegisters>();
     produce<C>(p, smem, base, bar);
   } else {
-    registers_inc<HS_CONSUMER_REGISTERS>();
+    registers_inc<C::kConsumerRegisters>();
     const Place at = place_now();
     if constexpr (C::kMixedK)
       consume_columns<C>(p, smem, base, bar, at);
