@@ -23,11 +23,11 @@ struct StoreParams {
   std::int64_t block_stride, head_stride, token_stride;
   const std::uint8_t* keep;  // kGiven: bool [N, H, 64, D], contiguous
   const float* weights;    // kWeighted: [H, D], of |x|
-  std::uint8_t* arena;     // may be null: losses only
+  std::uint8_t* arena;
   const int* refs;         // [N, H] times `ref_sign`: > 0 dense, < 0 sparse, 0 leaves the block out
   int ref_sign;
-  void* means;             // V only, may be null: [sparse slots, H, D], subtracted before pruning
-  float* losses;           // may be null: [N, H]
+  void* means;             // [sparse slots, H, D]: if given, the means subtracted from V blocks
+  float* losses;           // [N, H]: if given, the losses are all that is computed
   int blocks_count, heads;
 };
 
@@ -46,46 +46,48 @@ struct alignas(16) Stage {
   std::uint32_t pairs[kWords];
   std::uint16_t nibbles[Op::kRows][kGroups / 4];
   double loss[kThreads / 32];
-  float sums[S == Side::V ? 4 : 1][S == Side::V ? D : 1];
+  float sums[S == Side::V ? 4 : 1][S == Side::V ? D : 1];  // of quarters, for the means
 
   static __device__ int place(int row, int group) {
     return row * kStride + row / 8 * 4 + group;
   }
 };
 
-template <typename T, Rule kRule>
+// `kLoss`: a pass that sums losses; else one that stores.
+template <typename T, Rule kRule, bool kLoss>
 struct Pruner {
   double loss = 0;
 
   // `scale` [4]: weights of the elements. `given`: their mask.
-  __device__ Kept prune(Group g, const float (&scale)[4], std::uint32_t given, bool want_loss) {
-    std::uint32_t score[4];
+  __device__ __forceinline__ Kept prune(Group g, const float (&scale)[4], std::uint32_t given) {
+    if constexpr (kRule == kMagnitude) {
+      std::uint32_t dropped[2];
+      const Kept kept = keep_two_largest(g, dropped);
+      if constexpr (kLoss) add(to_float<T>(dropped[0])), add(to_float<T>(dropped[1]));
+      return kept;
+    } else if constexpr (kRule == kWeighted) {
+      std::uint32_t score[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      score[i] = element(g, i) & 0x7fffu;
-      if constexpr (kRule == kWeighted)
-        score[i] = __float_as_uint(to_float<T>(score[i]) * scale[i]);
-    }
-    const Kept kept = kRule == kGiven ? keep_given(g, given) : keep_two(g, score);
-    if (want_loss) {
-      if constexpr (kRule == kGiven) {
+      for (int i = 0; i < 4; ++i)
+        score[i] = __float_as_uint(to_float<T>(element(g, i) & 0x7fffu) * scale[i]);
+      const Kept kept = keep_two(g, score);
+      if constexpr (kLoss) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (!(kept.mask >> i & 1u)) loss += static_cast<double>(to_float<T>(score[i]));
-      } else {
-        const bool k0 = kept.mask & 1u, k1 = kept.mask & 2u, k2 = kept.mask & 4u,
-                   k3 = kept.mask & 8u;
-        const std::uint32_t x = k0 ? (k1 ? score[2] : score[1]) : score[0];
-        const std::uint32_t y = k3 ? (k2 ? score[1] : score[2]) : score[3];
-        loss += static_cast<double>(value_of(x)) + static_cast<double>(value_of(y));
+          if (!(kept.mask >> i & 1u)) add(__uint_as_float(score[i]));
       }
+      return kept;
+    } else {
+      if constexpr (kLoss) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!(given >> i & 1u)) add(to_float<T>(element(g, i) & 0x7fffu));
+      }
+      return keep_given(g, given);
     }
-    return kept;
   }
 
-  static __device__ float value_of(std::uint32_t score) {
-    return kRule == kWeighted ? __uint_as_float(score) : to_float<T>(score);
-  }
+  __device__ __forceinline__ void add(float x) { loss += static_cast<double>(x); }
 };
 
 __device__ __forceinline__ uint4 load_16(const void* p) {
@@ -110,10 +112,10 @@ __device__ __forceinline__ std::uint32_t subtract_pair(std::uint32_t x, std::uin
 }
 
 // K: thread t takes 16 consecutive channels of a token, eight times.
-template <int D, typename T, Rule kRule>
+template <int D, typename T, Rule kRule, bool kLoss>
 __device__ void prune_keys(const StoreParams& p, Stage<D, Side::K>& stage, const T* block,
-                           const std::uint8_t* keep, const float* weights, int t, bool want_loss,
-                           Pruner<T, kRule>& pruner) {
+                           const std::uint8_t* keep, const float* weights, int t,
+                           Pruner<T, kRule, kLoss>& pruner) {
   constexpr int kPieces = D / 16, kTasks = kBlockSize * kPieces / Stage<D, Side::K>::kThreads;
   uint4 x[kTasks][2];
 #pragma unroll
@@ -142,28 +144,30 @@ __device__ void prune_keys(const StoreParams& p, Stage<D, Side::K>& stage, const
             reinterpret_cast<const std::uint32_t*>(keep + token * D + piece * 16 + j * 4));
         given = (flags & 1u) | (flags >> 7 & 2u) | (flags >> 14 & 4u) | (flags >> 21 & 8u);
       }
-      const Kept kept = pruner.prune(g, scale, given, want_loss);
+      const Kept kept = pruner.prune(g, scale, given);
       pair[j] = kept.pair;
       nibbles |= kept.nibble << (4 * j);
     }
+    if constexpr (kLoss) continue;
     *reinterpret_cast<uint4*>(&stage.pairs[stage.place(token, 4 * piece)]) =
         make_uint4(pair[0], pair[1], pair[2], pair[3]);
     stage.nibbles[token][piece] = static_cast<std::uint16_t>(nibbles);
   }
 }
 
-// V: thread t takes 16 consecutive tokens of eight channels.
-template <int D, typename T, Rule kRule>
+// V: thread t takes 16 consecutive tokens of eight channels. `kCentered`: the block's mean of each
+// channel is subtracted first.
+template <int D, bool kCentered, typename T, Rule kRule, bool kLoss>
 __device__ void prune_values(const StoreParams& p, Stage<D, Side::V>& stage, const T* block,
                              const std::uint8_t* keep, const float* weights, T* means, int t,
-                             bool want_loss, Pruner<T, kRule>& pruner) {
+                             Pruner<T, kRule, kLoss>& pruner) {
   const int chunk = t % (D / 8), quarter = t / (D / 8);
   uint4 x[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i)
     x[i] = load_16(block + (16 * quarter + i) * p.token_stride + 8 * chunk);
 
-  if (p.means != nullptr) {  // the same for the whole launch
+  if constexpr (kCentered) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       float sum = 0.f;
@@ -218,10 +222,11 @@ __device__ void prune_values(const StoreParams& p, Stage<D, Side::V>& stage, con
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           given |= std::uint32_t{__ldg(keep + (16 * quarter + 4 * j + i) * D + channel)} << i;
-      const Kept kept = pruner.prune(g, scale, given, want_loss);
+      const Kept kept = pruner.prune(g, scale, given);
       pair[j] = kept.pair;
       nibbles |= kept.nibble << (4 * j);
     }
+    if constexpr (kLoss) continue;
     *reinterpret_cast<uint4*>(&stage.pairs[stage.place(channel, 4 * quarter)]) =
         make_uint4(pair[0], pair[1], pair[2], pair[3]);
     stage.nibbles[channel][quarter] = static_cast<std::uint16_t>(nibbles);
@@ -264,7 +269,7 @@ struct Stages {
   Stage<D, S> of_block[Stage<D, S>::kBlocks];
 };
 
-template <int D, Side S, typename T, Rule kRule>
+template <int D, Side S, typename T, Rule kRule, bool kLoss, bool kCentered>
 __device__ __forceinline__ void store(const StoreParams& p, Stages<D, S>& stages) {
   using St = Stage<D, S>;
   St& stage = stages.of_block[threadIdx.x / St::kThreads];
@@ -274,52 +279,51 @@ __device__ __forceinline__ void store(const StoreParams& p, Stages<D, S>& stages
   const bool exists = index < static_cast<std::int64_t>(p.blocks_count) * p.heads;
   const int n = exists ? static_cast<int>(index / p.heads) : 0;
   const int head = exists ? static_cast<int>(index % p.heads) : 0;
-  const int ref = exists && p.refs != nullptr ? p.ref_sign * p.refs[index] : 0;
-  const bool want_loss = exists && p.losses != nullptr;
+  const int ref = exists && !kLoss ? p.ref_sign * p.refs[index] : 0;
   const T* block = static_cast<const T*>(p.blocks) + n * p.block_stride + head * p.head_stride;
 
-  if (exists && ref > 0) {
+  if (ref > 0) {
     uint4* to = reinterpret_cast<uint4*>(dense_block<D>(p.arena, ref, p.heads, head));
+#pragma unroll 8
     for (int i = t; i < kBlockSize * D / 8; i += St::kThreads)
       to[i] = load_16(block + i / (D / 8) * p.token_stride + i % (D / 8) * 8);
   }
-  // Every thread of the CTA walks through the barriers; blocks without work compute on block 0.
-  Pruner<T, kRule> pruner;
-  const bool work = ref < 0 || want_loss;
-  if (!__syncthreads_or(work)) return;
+  // Every thread of the CTA walks through the barriers; blocks without work prune for nothing.
+  if (!kLoss && !__syncthreads_or(ref < 0)) return;
+  Pruner<T, kRule, kLoss> pruner;
   const std::uint8_t* keep =
       kRule == kGiven ? p.keep + (exists ? index : 0) * (kBlockSize * D) : nullptr;
   const float* weights = kRule == kWeighted ? p.weights + head * D : nullptr;
   if constexpr (S == Side::K) {
-    prune_keys<D, T, kRule>(p, stage, block, keep, weights, t, want_loss, pruner);
+    prune_keys<D>(p, stage, block, keep, weights, t, pruner);
   } else {
     T* means = ref < 0 && p.means != nullptr
                    ? static_cast<T*>(p.means) +
                          (static_cast<std::int64_t>(-ref) * p.heads + head) * D
                    : nullptr;
-    prune_values<D, T, kRule>(p, stage, block, keep, weights, means, t, want_loss, pruner);
+    prune_values<D, kCentered>(p, stage, block, keep, weights, means, t, pruner);
   }
-  if (want_loss) {
+  if constexpr (kLoss) {
     double loss = pruner.loss;
     for (int step = 16; step > 0; step /= 2) loss += __shfl_down_sync(~0u, loss, step);
     if (t % 32 == 0) stage.loss[t / 32] = loss;
-  }
-  __syncthreads();
-  if (want_loss && t == 0) {
-    double loss = 0;
-    for (int w = 0; w < St::kThreads / 32; ++w) loss += stage.loss[w];
+    __syncthreads();
+    if (!exists || t != 0) return;
+    for (int w = 1; w < St::kThreads / 32; ++w) loss += stage.loss[w];
     p.losses[index] = static_cast<float>(loss);
+  } else {
+    __syncthreads();
+    if (ref < 0) write_sparse<D, S>(stage, sparse_block<D>(p.arena, -ref, p.heads, head), t);
   }
-  if (ref < 0) write_sparse<D, S>(stage, sparse_block<D>(p.arena, -ref, p.heads, head), t);
 }
 
 #ifndef HS_STORE_CTAS
-#define HS_STORE_CTAS 4
+#define HS_STORE_CTAS 5
 #endif
-template <int D, Side S, typename T, Rule kRule>
+template <int D, Side S, typename T, Rule kRule, bool kLoss, bool kCentered>
 __global__ void __launch_bounds__(kStoreThreads, HS_STORE_CTAS) store_kernel(const StoreParams p) {
   __shared__ Stages<D, S> stages;
-  store<D, S, T, kRule>(p, stages);
+  store<D, S, T, kRule, kLoss, kCentered>(p, stages);
 }
 
 // K and V of the same pages in one launch: the second half of the grid takes V.
@@ -331,9 +335,9 @@ __global__ void __launch_bounds__(kStoreThreads, HS_STORE_CTAS)
     Stages<D, Side::V> v;
   } stages;
   if (blockIdx.y == 0) {
-    store<D, Side::K, T, kMagnitude>(k, stages.k);
+    store<D, Side::K, T, kMagnitude, false, false>(k, stages.k);
   } else {
-    store<D, Side::V, T, kMagnitude>(v, stages.v);
+    store<D, Side::V, T, kMagnitude, false, false>(v, stages.v);
   }
 }
 
@@ -346,12 +350,16 @@ cudaError_t launch_pair(const StoreParams& k, const StoreParams& v, cudaStream_t
   return cudaGetLastError();
 }
 
-template <int D, Side S, typename T, Rule kRule>
+template <int D, Side S, typename T, Rule kRule, bool kCentered>
 cudaError_t launch_store(const StoreParams& p, cudaStream_t stream) {
   constexpr int kBlocks = Stage<D, S>::kBlocks;
   const std::int64_t count = static_cast<std::int64_t>(p.blocks_count) * p.heads;
   const int grid = static_cast<int>((count + kBlocks - 1) / kBlocks);
-  store_kernel<D, S, T, kRule><<<grid, kStoreThreads, 0, stream>>>(p);
+  if (p.losses != nullptr) {
+    store_kernel<D, S, T, kRule, true, kCentered><<<grid, kStoreThreads, 0, stream>>>(p);
+  } else {
+    store_kernel<D, S, T, kRule, false, kCentered><<<grid, kStoreThreads, 0, stream>>>(p);
+  }
   return cudaGetLastError();
 }
 
@@ -362,26 +370,36 @@ constexpr bool kSmoke = false;
 #endif
 
 template <int D, Side S, typename T>
-cudaError_t launch_rule(int rule, const StoreParams& p, cudaStream_t stream) {
-  if (rule == kMagnitude) return launch_store<D, S, T, kMagnitude>(p, stream);
+cudaError_t launch_rule(int rule, bool centered, const StoreParams& p, cudaStream_t stream) {
+  if (centered) {  // a given mask comes with values that are what they should be
+    if constexpr (S == Side::V && !kSmoke) {
+      if (rule == kMagnitude) return launch_store<D, S, T, kMagnitude, true>(p, stream);
+      if (rule == kWeighted) return launch_store<D, S, T, kWeighted, true>(p, stream);
+    }
+    return cudaErrorInvalidValue;
+  }
+  if (rule == kMagnitude) return launch_store<D, S, T, kMagnitude, false>(p, stream);
   if constexpr (!kSmoke) {
-    if (rule == kWeighted) return launch_store<D, S, T, kWeighted>(p, stream);
-    if (rule == kGiven) return launch_store<D, S, T, kGiven>(p, stream);
+    if (rule == kWeighted) return launch_store<D, S, T, kWeighted, false>(p, stream);
+    if (rule == kGiven) return launch_store<D, S, T, kGiven, false>(p, stream);
   }
   return cudaErrorInvalidValue;
 }
 
+template <int D, typename T>
+cudaError_t launch_side(int side, int rule, bool centered, const StoreParams& p,
+                        cudaStream_t stream) {
+  return side == static_cast<int>(Side::K) ? launch_rule<D, Side::K, T>(rule, centered, p, stream)
+                                           : launch_rule<D, Side::V, T>(rule, centered, p, stream);
+}
+
 template <int D>
-cudaError_t launch_block(int dtype, int side, int rule, const StoreParams& p,
+cudaError_t launch_block(int dtype, int side, int rule, bool centered, const StoreParams& p,
                          cudaStream_t stream) {
-  using B = __nv_bfloat16;
   if (dtype == kBFloat16)
-    return side == static_cast<int>(Side::K) ? launch_rule<D, Side::K, B>(rule, p, stream)
-                                             : launch_rule<D, Side::V, B>(rule, p, stream);
+    return launch_side<D, __nv_bfloat16>(side, rule, centered, p, stream);
   if constexpr (!kSmoke)
-    if (dtype == kFloat16)
-      return side == static_cast<int>(Side::K) ? launch_rule<D, Side::K, __half>(rule, p, stream)
-                                               : launch_rule<D, Side::V, __half>(rule, p, stream);
+    if (dtype == kFloat16) return launch_side<D, __half>(side, rule, centered, p, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -412,12 +430,15 @@ __global__ void rank_kernel(const float* losses, int* ranks, int candidates) {
 }  // namespace
 }  // namespace hs
 
-// Strides in elements. Exactly one of the rules: 0 magnitude, 1 weighted, 2 given mask.
+// Strides in elements. One of the rules: 0 magnitude, 1 weighted, 2 given mask. With
+// `losses` nothing is stored. `centered`: V blocks lose their channel means first; `means` keeps
+// those of sparse blocks.
 HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const void* blocks,
                               long long block_stride, long long head_stride,
                               long long token_stride, const void* keep, const float* weights,
-                              void* arena, const int* refs, int ref_sign, void* means,
-                              float* losses, int blocks_count, int heads, void* stream) {
+                              void* arena, const int* refs, int ref_sign, int centered,
+                              void* means, float* losses, int blocks_count, int heads,
+                              void* stream) {
   using namespace hs;
   if (blocks_count == 0) return cudaSuccess;
   const StoreParams p = {blocks,
@@ -436,12 +457,12 @@ HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   switch (head_dim) {
     case 64:
-      if constexpr (!kSmoke) return launch_block<64>(dtype, side, rule, p, s);
+      if constexpr (!kSmoke) return launch_block<64>(dtype, side, rule, centered != 0, p, s);
       break;
     case 128:
-      return launch_block<128>(dtype, side, rule, p, s);
+      return launch_block<128>(dtype, side, rule, centered != 0, p, s);
     case 256:
-      if constexpr (!kSmoke) return launch_block<256>(dtype, side, rule, p, s);
+      if constexpr (!kSmoke) return launch_block<256>(dtype, side, rule, centered != 0, p, s);
       break;
   }
   return cudaErrorInvalidValue;

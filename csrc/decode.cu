@@ -39,7 +39,7 @@ struct __align__(16) Boundary {
   int of_row;     // pair of the request: kv head * column groups + column group
   int block;      // of the pair
   int position;   // blocks before it, over all pairs
-  int blocks;     // of the pair
+  int length;     // of the row, in tokens
   int first_cta;  // the CTAs that share the pair, if block > 0
   int last_cta;
   int target;     // of `block`: relative bytes of the pair before it
@@ -136,7 +136,7 @@ __global__ void plan_boundaries(PlanParams p) {
       b.target = blocks > 1 ? static_cast<int>(rest % cost) : 0;
       b.block = b.target > 0;
       b.position = position[low] + of_row * blocks;
-      b.blocks = blocks;
+      b.length = p.seq_lens[low];
     }
     pair[c] = b.row * p.pairs_per_row + b.of_row, block[c] = b.block;
     p.boundaries[c] = b;
@@ -162,11 +162,12 @@ __global__ void plan_blocks(PlanParams p) {
   __shared__ int found;
   if (threadIdx.x == 0) found = 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int blocks = blocks_of(b.length);
   int before = 0;
-  for (int base = 0; base < b.blocks && before <= target; base += kPlanThreads) {
+  for (int base = 0; base < blocks && before <= target; base += kPlanThreads) {
     const int i = base + threadIdx.x;
     int own = 0;
-    if (i < b.blocks) {
+    if (i < blocks) {
       const std::int64_t page = p.page_table[static_cast<std::int64_t>(b.row) * p.table_stride + i];
       const int k = p.refs[page * p.heads], v = p.refs[(page + p.pages) * p.heads];
       own = (is_dense(k) ? kDenseCost : kSparseCost) + (is_dense(v) ? kDenseCost : kSparseCost);
@@ -184,7 +185,7 @@ __global__ void plan_blocks(PlanParams p) {
       if (w == warp) sum += total;
       total += warp_cost[w];
     }
-    if (i < b.blocks && sum - own <= target && target < sum) found = i;
+    if (i < blocks && sum - own <= target && target < sum) found = i;
     before = total;
   }
   __syncthreads();
@@ -213,8 +214,9 @@ struct DecodeParams {
   float scale_log2;
 };
 
-// Warps of a CTA and units of a warp. `kBulk` leaves room for one CTA per SM with nearly all of
-// its shared memory; the Ampere path stays below the 99 KiB of sm_86 and sm_89.
+// Warps of a CTA and units of a warp. About 150 KiB in flight for each SM: more only lengthens the
+// queue in front of memory, and with it every ordinary load (NOTES.md). A dense block needs two
+// units. The Ampere path stays below the 99 KiB of sm_86 and sm_89.
 template <int D, bool kBulk>
 struct Ring {
   static constexpr int kUnitBytes = (Block16<D>::kSparseBytes + 1023) / 1024 * 1024;
@@ -223,7 +225,7 @@ struct Ring {
   static constexpr int kUnits = HS_DECODE_UNITS;
 #else
   static constexpr int kWarps = !kBulk ? (D == 256 ? 2 : 4) : D == 256 ? 4 : 8;
-  static constexpr int kUnits = !kBulk ? (D == 64 ? 4 : 2) : D == 64 ? 5 : 3;
+  static constexpr int kUnits = D == 64 ? 4 : 2;
 #endif
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kBytes = kWarps * kUnits * kUnitBytes + kBookkeepingBytes;
@@ -297,8 +299,6 @@ struct DecodeKernel {
     return p.column_groups == 1 ? 0 : of_row % p.column_groups * N;
   }
 
-  // Everything that an earlier kernel of the step wrote is read from L2: this kernel may have begun
-  // before that one ended.
   __device__ Boundary load_boundary(int c) const {
     const int4* words = reinterpret_cast<const int4*>(p.boundaries + c);
     const int4 a = __ldcg(words), b = __ldcg(words + 1);
@@ -318,24 +318,24 @@ struct DecodeKernel {
       }
       cursor_block -= left;
       cursor_of_row = 0;
-      cursor_blocks = ++cursor_row < p.rows ? blocks_of(__ldcg(p.seq_lens + cursor_row)) : 0;
+      cursor_blocks = ++cursor_row < p.rows ? blocks_of(__ldg(p.seq_lens + cursor_row)) : 0;
     }
   }
 
   __device__ int page_at_cursor() const {
     if (cursor_row >= p.rows) return 0;
-    return __ldcg(p.page_table + static_cast<std::int64_t>(cursor_row) * p.table_stride +
+    return __ldg(p.page_table + static_cast<std::int64_t>(cursor_row) * p.table_stride +
                   cursor_block);
   }
   __device__ void load_refs(int page, int head, int& k, int& v) const {
-    k = __ldcg(p.refs + static_cast<std::int64_t>(page) * p.heads + head);
-    v = __ldcg(p.refs + (static_cast<std::int64_t>(page) + p.pages) * p.heads + head);
+    k = __ldg(p.refs + static_cast<std::int64_t>(page) * p.heads + head);
+    v = __ldg(p.refs + (static_cast<std::int64_t>(page) + p.pages) * p.heads + head);
   }
 
   // Lane l of batch b looks up item 32 b + l.
   __device__ void begin_lookups() {
     cursor_row = begin.row, cursor_of_row = begin.of_row;
-    cursor_block = begin.block, cursor_blocks = begin.blocks;
+    cursor_block = begin.block, cursor_blocks = blocks_of(begin.length);
     advance(warp + kWarps * lane);
     head_now = head_of(cursor_of_row);
     load_refs(page_at_cursor(), head_now, ref_k, ref_v);
@@ -452,7 +452,7 @@ struct DecodeKernel {
            first_column(of_row);
   }
 
-  __device__ void begin_pair(int row, int of_row) {
+  __device__ void load_q(std::uint32_t (&to)[kTiles][D / 8], int row, int of_row) const {
     const int columns = min(N, p.group - first_column(of_row));
     const T* q = static_cast<const T*>(p.q) + first_query(row, of_row) * D;
 #pragma unroll
@@ -460,9 +460,36 @@ struct DecodeKernel {
       const int column = 8 * j + lane / 4;
 #pragma unroll
       for (int i = 0; i < D / 8; ++i)
-        q_fragment[j][i] = column < columns ? __ldcg(reinterpret_cast<const unsigned*>(
-                                                  q + column * D + 8 * i + 2 * (lane % 4)))
-                                            : 0u;
+        to[j][i] = column < columns ? __ldg(reinterpret_cast<const unsigned*>(
+                                          q + column * D + 8 * i + 2 * (lane % 4)))
+                                    : 0u;
+    }
+  }
+
+  // Under the load of the copies an ordinary load takes 5 us, so the queries of the next pair are
+  // fetched with those of this one, where registers allow.
+  static constexpr bool kFetchAhead = N == 8 && D <= 128;
+  std::uint32_t next_q[kFetchAhead ? kTiles : 1][D / 8];
+  int fetched_row = -1, fetched_of_row = 0;  // of next_q
+
+  __device__ void begin_pair(int row, int of_row, bool another) {
+    if constexpr (kFetchAhead) {
+      if (row == fetched_row && of_row == fetched_of_row) {
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) q_fragment[0][i] = next_q[0][i];
+      } else {
+        load_q(q_fragment, row, of_row);
+      }
+      if (another) {
+        fetched_row = row, fetched_of_row = of_row + 1;
+        if (fetched_of_row == pairs_per_row()) ++fetched_row, fetched_of_row = 0;
+        if (fetched_row < p.rows) load_q(next_q, fetched_row, fetched_of_row);
+      }
+    } else {
+      load_q(q_fragment, row, of_row);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < kVStrips; ++i)
 #pragma unroll
@@ -803,7 +830,7 @@ struct DecodeKernel {
   __device__ void clear_empty_rows() const {
     const int per_row = p.heads * p.group;
     for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-      if (__ldcg(p.seq_lens + row) > 0) continue;
+      if (__ldg(p.seq_lens + row) > 0) continue;
       uint4* out = reinterpret_cast<uint4*>(static_cast<T*>(p.out)) +
                    static_cast<std::int64_t>(row) * per_row * (D / 8);
 #pragma unroll 1
@@ -824,43 +851,49 @@ struct DecodeKernel {
         barrier_init_visible();
       }
       __syncwarp();
-      wait_for_previous_kernel();
-      let_next_kernel_start();
 #endif
     }
     begin = load_boundary(blockIdx.x), end = load_boundary(blockIdx.x + 1);
     share = end.position - begin.position;
     items = share > warp ? (share - warp + kWarps - 1) / kWarps : 0;
     if (items > 0) begin_lookups();
-    fill_pending();
-    clear_empty_rows();
 
     int row = begin.row, of_row = begin.of_row, block = begin.block;
-    int item = 0, done = 0, count = 0, length = 0, blocks = 0;
-    bool took_part = false;
+    int item = 0, done = 0, count = 0;
+    int length = begin.length, length_row = row, next_length = 0;  // of length_row + 1
+    bool took_part = false, cleared = false;
     for (;;) {
-      // Here, and after K, the units that were read are filled again.
-      fill_pending();
-      if (filling >= 32 * (looked - 1) && 32 * looked < items) look_ahead();
-      if (done >= share) break;
-      if (count == 0) {  // a new pair, or a new row
-        length = __ldcg(p.seq_lens + row), blocks = blocks_of(length);
-        count = min(blocks - block, share - done);
-        if (count == 0) {
+      if (count == 0 && done < share) {  // a new pair
+        if (row != length_row) {
+          length = row == length_row + 1 ? next_length : __ldg(p.seq_lens + row);
+          length_row = row;
+          next_length = row + 1 < p.rows ? __ldg(p.seq_lens + row + 1) : 0;
+        }
+        count = min(blocks_of(length) - block, share - done);
+        if (count == 0) {  // an empty row
           ++row, of_row = 0;
           continue;
         }
-        took_part = false;
+        took_part = warp + kWarps * item < done + count;
+        // Loads before fills: behind them they would wait for all the bytes in flight.
+        if (took_part) begin_pair(row, of_row, done + count < share);
+        if (done == 0 && row + 1 < p.rows) next_length = __ldg(p.seq_lens + row + 1);
       }
+      // Here, and after K, the units that were read are filled again.
+      fill_pending();
+      if (filling >= 32 * (looked - 1) && 32 * looked < items) look_ahead();
+      if (!cleared) {
+        clear_empty_rows();
+        cleared = true;
+      }
+      if (done >= share) break;
       const int at = warp + kWarps * item;  // of the share
       if (at < done + count) {
-        if (!took_part) begin_pair(row, of_row);
-        took_part = true;
         attend_block(item, min(length - (block + at - done) * kBlockSize, kBlockSize));
         ++item;
         if (at + kWarps < done + count) continue;
       }
-      finish_pair(row, of_row, block, block + count, blocks, took_part);
+      finish_pair(row, of_row, block, block + count, blocks_of(length), took_part);
       done += count, count = 0, block = 0;
       if (++of_row == pairs_per_row()) ++row, of_row = 0;
     }
@@ -918,21 +951,8 @@ cudaError_t launch(const DecodeParams& params, const CUtensorMap& map, int ctas,
     if (error != cudaSuccess) return error;
     ready[device % 64] = true;
   }
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ctas);
-  config.blockDim = dim3(Ring<D, kBulk>::kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &overlap;
-#ifdef HS_NO_PDL
-  config.numAttrs = 0;
-#else
-  config.numAttrs = kBulk ? 1 : 0;
-#endif
-  return cudaLaunchKernelEx(&config, decode_kernel<D, N, T, kBulk>, params, map);
+  decode_kernel<D, N, T, kBulk><<<ctas, Ring<D, kBulk>::kThreads, bytes, stream>>>(params, map);
+  return cudaGetLastError();
 }
 
 #if defined(HS_SMOKE)

@@ -28,7 +28,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *6 * [_L],
         *(_F, _I, _I, _P, _I, _P),
     ],
-    "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _P, _P, _I, _I, _P],
+    "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _I, _P, _P, _I, _I, _P],
     "hs_store_pair": [_I, _I, _P, _P, *3 * [_L], *3 * [_P], _I, _I, _P],
     "hs_rank_blocks": [_P, _P, _I, _I, _P],
     "hs_update_refs": [_P, _P, _P, _L, _P],
@@ -294,7 +294,7 @@ def store_blocks(
     weights: Tensor | None,
     means: Tensor | None,
 ) -> None:
-    _store(blocks, side, arena, refs, ref_sign, keep, weights, means, None)
+    _store(blocks, side, arena, refs, ref_sign, keep, weights, means is not None, means, None)
 
 
 @store_blocks.register_fake
@@ -333,14 +333,18 @@ def _(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor) -> None:
 
 
 @torch.library.custom_op("hierasparse::block_losses", mutates_args=())
-def block_losses(blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None) -> Tensor:
+def block_losses(
+    blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None, centered: bool
+) -> Tensor:
     losses = torch.empty(blocks.shape[:2], dtype=torch.float32, device=blocks.device)
-    _store(blocks, side, None, None, 1, keep, weights, None, losses)
+    _store(blocks, side, None, None, 1, keep, weights, centered, None, losses)
     return losses
 
 
 @block_losses.register_fake
-def _(blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None) -> Tensor:
+def _(
+    blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None, centered: bool
+) -> Tensor:
     return blocks.new_empty(blocks.shape[:2], dtype=torch.float32)
 
 
@@ -352,13 +356,14 @@ def _store(
     ref_sign: int,
     keep: Tensor | None,
     weights: Tensor | None,
+    centered: bool,
     means: Tensor | None,
     losses: Tensor | None,
 ) -> None:
     if keep is not None and weights is not None:
         raise ValueError("keep and weights are two rules; a block has one")
-    if means is not None and side != Side.V:
-        raise ValueError("only V has block means")
+    if centered and (side != Side.V or keep is not None):
+        raise ValueError("block means are of V, and a given mask comes with centered values")
     blocks = _loadable(blocks)
     keep = None if keep is None else keep.contiguous()
     refs = None if refs is None else refs.contiguous()
@@ -369,7 +374,8 @@ def _store(
         *(dtype_code(blocks.dtype), blocks.shape[3], side, rule, blocks.data_ptr()),
         *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
         *map(pointer, (keep, weights, arena, refs)),
-        *(ref_sign, pointer(means), pointer(losses), blocks.shape[0], blocks.shape[1]),
+        *(ref_sign, int(centered), pointer(means), pointer(losses)),
+        *(blocks.shape[0], blocks.shape[1]),
     )
 
 

@@ -39,6 +39,9 @@ __all__ = [
 ]
 
 
+_CENTERED = "block means are of V, and a given mask comes with centered values"
+
+
 def compress_blocks(
     blocks: Tensor,
     side: Side,
@@ -90,7 +93,7 @@ def store_blocks(
     """
     _check_blocks(blocks, refs, fmt, "refs")
     _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
-    _check(means is None or side == Side.V, "only V has block means")
+    _check(means is None or (side == Side.V and keep is None), _CENTERED)
     _check_arena(arena)
     _check_devices(arena, blocks=blocks, refs=refs)
     if arena.is_cuda:
@@ -142,19 +145,25 @@ def block_losses(
     fmt: BlockFormat,
     keep: Tensor | None = None,
     weights: Tensor | None = None,
+    centered: bool = False,
 ) -> Tensor:
     """f32 [N, Hkv]: the magnitude that each of blocks [N, Hkv, 64, D] loses when it is pruned.
 
     `keep` (bool, as blocks) is the element mask, by default the two largest of four; `weights` f32
-    [Hkv, D] scale magnitudes by channel, in the choice and in the loss.
+    [Hkv, D] scale magnitudes by channel, in the choice and in the loss. `centered` subtracts from V
+    the mean over the tokens of each channel first, as `store_blocks` does with `means`.
     """
     _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
+    _check(not centered or (side == Side.V and keep is None), _CENTERED)
     if blocks.is_cuda:
         from hs_kernels import cuda
 
-        result: Tensor = cuda.block_losses(blocks, int(side), keep, weights)
+        result: Tensor = cuda.block_losses(blocks, int(side), keep, weights, centered)
         return result
     _require_cpu("block_losses", blocks)
+    if centered:
+        mean = blocks.to(torch.float32).mean(2, keepdim=True).to(blocks.dtype)
+        blocks = (blocks.to(torch.float32) - mean.to(torch.float32)).to(blocks.dtype)
     if weights is not None:
         scaled = blocks.abs().to(torch.float32) * weights[:, None]
         return reference.block_losses(scaled, side)

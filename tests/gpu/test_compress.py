@@ -104,6 +104,9 @@ def test_block_means_are_subtracted_and_kept(fmt: BlockFormat) -> None:
     ops.store_blocks(blocks, Side.V, want, refs, fmt, means=want_means)
     ops.store_blocks(blocks.cuda(), Side.V, got, refs.cuda(), fmt, means=got_means)
     torch.testing.assert_close(got_means.cpu(), want_means, rtol=0, atol=0)
+    losses = ops.block_losses(blocks.cuda(), Side.V, fmt, centered=True)
+    wanted = ops.block_losses(blocks, Side.V, fmt, centered=True)
+    torch.testing.assert_close(losses.cpu(), wanted, rtol=0, atol=0)
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
 
 

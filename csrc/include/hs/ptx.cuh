@@ -186,16 +186,6 @@ __device__ __forceinline__ void copy_tensor_3d(uint32_t to, const void* tensor_m
       : "memory");
 }
 
-// Programmatic dependent launch: a kernel that was launched with the attribute starts before its
-// predecessor has ended, and may read what that one wrote only after this.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 #endif
 
 }  // namespace hs

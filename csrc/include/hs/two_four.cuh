@@ -56,6 +56,24 @@ __device__ __forceinline__ Kept keep_two(Group g, const std::uint32_t (&score)[4
   return {pick_pair(g, first, second), first | second << 2, 1u << first | 1u << second};
 }
 
+// The two of largest magnitude, and the bits of the other two. The index rides in the low bits of
+// the compared keys, reversed, so that keys differ and the lower index wins a tie.
+__device__ __forceinline__ Kept keep_two_largest(Group g, std::uint32_t (&dropped)[2]) {
+  constexpr std::uint32_t kMagnitude = 0x7fffu << 2;
+  const std::uint32_t k0 = (g.low << 2 & kMagnitude) | 3u, k1 = (g.low >> 14 & kMagnitude) | 2u;
+  const std::uint32_t k2 = (g.high << 2 & kMagnitude) | 1u, k3 = g.high >> 14 & kMagnitude;
+  const std::uint32_t high01 = max(k0, k1), low01 = min(k0, k1);
+  const std::uint32_t high23 = max(k2, k3), low23 = min(k2, k3);
+  // Sorted: the larger high, then these two in some order, then the smaller low.
+  const std::uint32_t lower_high = min(high01, high23), higher_low = max(low01, low23);
+  const std::uint32_t x = max(high01, high23) & 3u, y = max(lower_high, higher_low) & 3u;
+  dropped[0] = min(lower_high, higher_low) >> 2;
+  dropped[1] = min(low01, low23) >> 2;
+  const std::uint32_t first = max(x, y), second = min(x, y);  // 3 - index
+  const std::uint32_t selector = 0x1010u + 3u * 0x2222u - 0x22u * first - 0x2200u * second;
+  return {__byte_perm(g.low, g.high, selector), 15u - first - 4u * second, 0u};
+}
+
 // A given mask of at most two elements. A group with fewer stores zeros at its lowest free places.
 __device__ __forceinline__ Kept keep_given(Group g, std::uint32_t mask) {
   const std::uint32_t nibble = 0x498E4DCC49884444ull >> (4 * mask) & 15u;
