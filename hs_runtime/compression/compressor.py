@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from hs_kernels import ops
 from hs_kernels.block_format import Side
 from hs_runtime.policies.pruner import PrunedBlocks, Pruner, select
 from hs_runtime.pool.block_pool import BlockPool, Convert
+
+CONVERSIONS_AT_ONCE = 512  # bounds the copies of blocks that wait to be written, in each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,16 @@ class _Singles:
     runs: tuple[tuple[int, int], ...]
     stored: Tensor
     refs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversions:
+    """Conversions of one side, end to end, as index tensors: int64 page ids, old and new refs."""
+
+    side: int
+    pages: Tensor
+    old: Tensor
+    new: Tensor
 
 
 class Compressor:
@@ -111,65 +124,76 @@ class Compressor:
 
     def convert(self, conversions: Sequence[Convert]) -> None:
         """Pages take their decode form, in all layers: dense slots to sparse ones of the same page,
-        or a segment's pages to a set of slots in rank order. Must stay out of CUDA graphs."""
-        single = [c for c in conversions if len(c.pages) == 1]
-        for side in Side:
-            rows = [c for c in single if c.side == side]
-            if rows:
-                old, new = (
-                    self._index([r[0] for r in refs])
-                    for refs in zip(*((c.old, c.new) for c in rows), strict=True)
-                )
-                refs = new.to(torch.int32)[:, None].expand(-1, self.pool.heads).contiguous()
-                for layer in range(self.pool.layers):
-                    self._store_sparse(layer, side, self.pool.dense_view(layer)[old], refs)
-                pages = self._index([c.pages[0] for c in rows])
-                self.pool.refs[:, side, pages] = new.to(torch.int32)[None, :, None]
-        for conversion in conversions:
-            if len(conversion.pages) > 1:
-                self._convert_segment(conversion)
+        or a segment's pages to a set of slots in rank order. Must stay out of CUDA graphs.
 
-    def _convert_segment(self, c: Convert) -> None:
+        A conversion may be given bytes that an earlier one gives up, so all that are carried out
+        together are read before any of them is written.
+        """
+        for start in range(0, len(conversions), CONVERSIONS_AT_ONCE):
+            batch = conversions[start : start + CONVERSIONS_AT_ONCE]
+            single = [[c for c in batch if c.side == side and len(c.pages) == 1] for side in Side]
+            parts = [self._indices(rows) for rows in single if rows]
+            segments = [self._indices([c]) for c in batch if len(c.pages) > 1]
+            for layer in range(self.pool.layers):
+                steps = [self._convert_singles(layer, each) for each in parts]
+                steps += [self._convert_segment(layer, each) for each in segments]
+                for step in steps:
+                    next(step)
+                for step in steps:
+                    next(step, None)
+
+    def _indices(self, rows: Sequence[Convert]) -> _Conversions:
+        fields = zip(*((c.pages, c.old, c.new) for c in rows), strict=True)
+        pages, old, new = (self._index([*chain.from_iterable(field)]) for field in fields)
+        return _Conversions(rows[0].side, pages, old, new)
+
+    def _convert_singles(self, layer: int, c: _Conversions) -> Iterator[None]:
+        """Dense pages, each to a sparse slot. Reads, yields, then writes."""
+        blocks = self.pool.dense_view(layer)[c.old]
+        yield
+        refs = c.new.to(torch.int32)[:, None].expand(-1, self.pool.heads).contiguous()
+        self._store_sparse(layer, c.side, blocks, refs)
+        self.pool.refs[layer, c.side, c.pages] = refs
+
+    def _convert_segment(self, layer: int, c: _Conversions) -> Iterator[None]:
         """Pages that are sparse already go first, in the order of their slots; then the dense ones
-        by ascending loss. Their bytes are read before any slot is written."""
-        pool, count, heads = self.pool, sum(ref < 0 for ref in c.new), self.pool.heads
-        pages, old, new = (self._index(list(x)) for x in (c.pages, c.old, c.new))
-        total = len(c.pages)
+        by ascending loss. Reads, yields, then writes."""
+        pool, heads, total = self.pool, self.pool.heads, c.pages.numel()
         head = torch.arange(heads, device=pool.device).expand(total, -1)
         rank = torch.arange(total, device=pool.device)[:, None].expand(-1, heads)
-        target = new[:, None].expand(-1, heads)
-        for layer in range(pool.layers):
-            dense, sparse = pool.dense_view(layer), pool.sparse_view(layer)
-            refs = pool.refs[layer, c.side, pages].long()  # [C, H]
-            blocks = dense[refs.clamp(min=0), head]  # [C, H, 64, D]
-            packed = sparse[(-refs).clamp(min=0), head]  # uint8 [C, H, sparse_bytes]
-            pruned = self._prune(layer, c.side, blocks, ranked=True)
-            assert pruned.losses is not None
-            was_sparse = refs < 0
-            losses = torch.where(was_sparse, torch.inf, pruned.losses)
-            by_loss = torch.argsort(losses, dim=0, stable=True)
-            position = torch.empty_like(by_loss).scatter_(0, by_loss, rank)
-            old_rank = (refs[..., None] == old).int().argmax(-1)
-            order = torch.where(was_sparse, old_rank, len(old) + position).argsort(dim=0)
-            fresh = target != refs.gather(0, order)
-            repacked = was_sparse.gather(0, order)
+        target = c.new[:, None].expand(-1, heads)
+        dense, sparse = pool.dense_view(layer), pool.sparse_view(layer)
+        refs = pool.refs[layer, c.side, c.pages].long()  # [C, H]
+        blocks = dense[refs.clamp(min=0), head]  # [C, H, 64, D]
+        packed = sparse[(-refs).clamp(min=0), head]  # uint8 [C, H, sparse_bytes]
+        yield
+        pruned = self._prune(layer, c.side, blocks, ranked=True)
+        assert pruned.losses is not None
+        was_sparse = refs < 0
+        losses = torch.where(was_sparse, torch.inf, pruned.losses)
+        by_loss = torch.argsort(losses, dim=0, stable=True)
+        position = torch.empty_like(by_loss).scatter_(0, by_loss, rank)
+        old_rank = (refs[..., None] == c.old).int().argmax(-1)
+        order = torch.where(was_sparse, old_rank, total + position).argsort(dim=0)
+        fresh = target != refs.gather(0, order)
+        repacked = was_sparse.gather(0, order)
 
-            chosen = fresh & (rank >= count)
-            dense[target[chosen], head[chosen]] = blocks[order[chosen], head[chosen]]
-            chosen = fresh & (rank < count) & repacked
-            sparse[-target[chosen], head[chosen]] = packed[order[chosen], head[chosen]]
-            chosen = fresh & (rank < count) & ~repacked
-            # With one head for each slot, block (slot j, head h) is slot j * heads + h.
-            slots = (-target[chosen] * heads + head[chosen]).to(torch.int32)[:, None]
-            keep, values = (
-                None if x is None else x[order[chosen], head[chosen]][:, None]
-                for x in (pruned.keep, pruned.values)
-            )
-            chosen_blocks = blocks[order[chosen], head[chosen]][:, None]
-            self._compress(layer, c.side, chosen_blocks, slots, keep, values)
-            pool.refs[layer, c.side, pages] = (
-                torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
-            )
+        chosen = fresh & (target > 0)
+        dense[target[chosen], head[chosen]] = blocks[order[chosen], head[chosen]]
+        chosen = fresh & (target < 0) & repacked
+        sparse[-target[chosen], head[chosen]] = packed[order[chosen], head[chosen]]
+        chosen = fresh & (target < 0) & ~repacked
+        # With one head for each slot, block (slot j, head h) is slot j * heads + h.
+        slots = (-target[chosen] * heads + head[chosen]).to(torch.int32)[:, None]
+        keep, values = (
+            None if x is None else x[order[chosen], head[chosen]][:, None]
+            for x in (pruned.keep, pruned.values)
+        )
+        chosen_blocks = blocks[order[chosen], head[chosen]][:, None]
+        self._compress(layer, c.side, chosen_blocks, slots, keep, values)
+        pool.refs[layer, c.side, c.pages] = (
+            torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
+        )
 
     def _place(self, layer: int, group: PageGroup, blocks: Tensor) -> None:
         """Blocks [C, H, 64, D] of a segment onto its slots in rank order; refs follow."""

@@ -151,7 +151,8 @@ class RequestStorage:
         """Whether a prompt of n tokens, of which `hit` are cached (and locked), can start now.
 
         `counted` of its `max_new` new tokens are reserved; `ratio` is SGLang's new_token_ratio, at
-        which the remaining tokens of running requests are counted.
+        which the remaining tokens of running requests are counted. Growth counts only beside
+        running requests: alone, whatever `never_fits` passed completes.
         """
         rules = self.rules
         if self.careful and self.active:
@@ -166,7 +167,8 @@ class RequestStorage:
                 return False
         reserved, reserved_pages = self.reserved()
         need = self._used.plus(reserved).plus(prefill_need(rules, policy, n, hit))
-        need = need.plus(decode_growth(rules, policy, n, counted))
+        if self.active:
+            need = need.plus(decode_growth(rules, policy, n, counted))
         for state in self.active.values():
             left = min(max(state.max_new - (max(state.position, state.known) - state.n), 0), 4096)
             position = max(state.position, state.n)
