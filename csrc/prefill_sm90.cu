@@ -29,7 +29,11 @@
 #define HS_PINGPONG 1
 #endif
 #ifndef HS_Q_IN_REGISTERS
-#define HS_Q_IN_REGISTERS 0
+#define HS_Q_IN_REGISTERS 1
+#endif
+#ifndef HS_PRODUCER_REGISTERS
+#define HS_PRODUCER_REGISTERS 40
+#define HS_CONSUMER_REGISTERS 232
 #endif
 #ifndef HS_POLYNOMIAL
 #define HS_POLYNOMIAL 0
@@ -148,8 +152,6 @@ struct Config {
   static constexpr int kSparseBytes = BlockFormat<D, 2>::kSparseBytes;
   static constexpr int kStages = D == 64 ? 3 : (MixedV ? 2 : 3);
   [[maybe_unused]] static constexpr bool kQInRegisters = MixedV && HS_Q_IN_REGISTERS;  // if K is dense
-  // Of a thread, after the launch: 128 * (producer + 2 consumer) of 64 K at most.
-  static constexpr int kProducerRegisters = MixedK ? 24 : 40, kConsumerRegisters = MixedK ? 240 : 232;
   // One warpgroup's P of a step: two halves of 64 tokens, [64 queries][128 bytes], swizzled.
   static constexpr int kPBytes = 2 * kWarpgroupRows * 128;
 
@@ -158,7 +160,7 @@ struct Config {
   static constexpr int kV = kK + kStages * 2 * kDenseBytes;
   static constexpr int kP = kV + kStages * 2 * kDenseBytes;
   static constexpr int kColumns = kP + (MixedV ? kConsumers * 2 * kPBytes : 0);
-  static constexpr int kInfo = kColumns + kConsumers * 5 * kWarpgroupRows * 4;
+  static constexpr int kInfo = kColumns + kConsumers * 4 * kWarpgroupRows * 4;
   static constexpr int kKinds = kInfo + kStages * int(sizeof(StepInfo));
   static constexpr int kItems = (kKinds + kStages * 8 + 15) / 16 * 16;
   static constexpr int kBarriers = (kItems + 2 * 48 + 15) / 16 * 16;
@@ -423,15 +425,12 @@ __device__ __forceinline__ Place place_now() {
 // take the slow form, which decides inside and waits for each block's products.
 enum Kinds : int { kAllDense, kAllSparse, kAnyKinds };
 
-// What a sparse instruction reads from registers of one block: nonzeros and metadata.
-template <class C>
-struct SparseBlock {
-  static constexpr int kFragments = 2 * C::kChunks;  // of K: steps along D; of V: strips x steps
-  uint4 a[kFragments];
+// Nonzeros of `Count` strips of the block at `block`, `Stride` fragments apart, and the metadata.
+template <class C, int Count>
+struct SparseOperand {
+  uint4 a[Count];
   uint32_t metadata[C::kChunks];
-
-  template <Side S>
-  __device__ __forceinline__ void load(const char* block, const Place& at) {
+  __device__ __forceinline__ SparseOperand(const char* block, const Place& at) {
     const int lin = at.warp * C::kChunks;
     const char* words = block + lin / 4 * 512 + at.lane * 16 + lin % 4 * 4;
     if constexpr (C::kChunks == 2) {
@@ -440,10 +439,6 @@ struct SparseBlock {
     } else {
       metadata[0] = *reinterpret_cast<const uint32_t*>(words);
     }
-    const uint4* fragment = reinterpret_cast<const uint4*>(block + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
-#pragma unroll
-    for (int i = 0; i < kFragments; i++)
-      a[i] = fragment[(S == Side::K ? at.warp * kFragments + i : (4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
   }
 };
 
@@ -453,47 +448,66 @@ __device__ __forceinline__ void pin_all(float (&d)[N][32]) {
   for (int i = 0; i < N; i++) pin(d[i]);
 }
 
-// Issues O^T += V^T P^T of one block of 64 tokens, P at `p_at`.
-template <class C>
-__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const SparseBlock<C>& v, uint32_t p_at) {
+// Issues O^T += V^T P^T of one block of 64 tokens: V at `v` (shared address `v_at`), P at `p_at`.
+template <class C, bool Sparse>
+__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const char* v, uint32_t v_at, uint32_t p_at,
+                                           const Place& at) {
+  using T = typename C::T;
   const uint64_t p_desc = swizzled(p_at);
+  if constexpr (Sparse) {
+    SparseOperand<C, 2 * C::kChunks> x(v, at);
+    const uint4* fragment = reinterpret_cast<const uint4*>(v + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
 #pragma unroll
-  for (int c = 0; c < C::kChunks; c++) {
-    wgmma_sp<typename C::T, 0, true>(o[c], v.a[2 * c], p_desc, v.metadata[c]);
-    wgmma_sp<typename C::T, 1, true>(o[c], v.a[2 * c + 1], p_desc + 4, v.metadata[c]);
+    for (int i = 0; i < 2 * C::kChunks; i++) x.a[i] = fragment[((4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < C::kChunks; c++) {
+      wgmma_sp<T, 0, true>(o[c], x.a[2 * c], p_desc, x.metadata[c]);
+      wgmma_sp<T, 1, true>(o[c], x.a[2 * c + 1], p_desc + 4, x.metadata[c]);
+    }
+  } else {
+    const uint64_t v_desc = swizzled(v_at, 1024, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < C::kChunks; c++)
+#pragma unroll
+      for (int s = 0; s < 4; s++)
+        wgmma_ss<T, 1, 0, true>(o[c], v_desc + (c * kChunkBytes + s * 2048) / 16, p_desc + s * 2);
   }
-}
-template <class C>
-__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], uint32_t v_at, uint32_t p_at) {
-  const uint64_t p_desc = swizzled(p_at), v_desc = swizzled(v_at, 1024, 1024);
-#pragma unroll
-  for (int c = 0; c < C::kChunks; c++)
-#pragma unroll
-    for (int s = 0; s < 4; s++)
-      wgmma_ss<typename C::T, 1, 0, true>(o[c], v_desc + (c * kChunkBytes + s * 2048) / 16, p_desc + s * 2);
+  wgmma_commit();
 }
 
 // Issues S^T = K Q^T of one block of 64 tokens.
-template <class C>
-__device__ __forceinline__ void multiply_k(float (&s)[32], const SparseBlock<C>& k, uint64_t q_desc) {
+template <class C, bool Sparse>
+__device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32_t k_at, uint64_t q_desc, const Place& at) {
+  using T = typename C::T;
+  if constexpr (Sparse) {
+    constexpr int kSteps = C::D / 32;
+    SparseOperand<C, kSteps> x(k, at);
+    const uint4* fragment = reinterpret_cast<const uint4*>(k + BlockFormat<C::D, 2>::kMetadataBytes) +
+                            at.warp * kSteps * 32 + at.lane;
 #pragma unroll
-  for (int c = 0; c < C::kChunks; c++) {
-    const uint64_t b = q_desc + c * (kRows * 128 / 16);
-    if (c == 0) wgmma_sp<typename C::T, 0, false>(s, k.a[0], b, k.metadata[0]);
-    else wgmma_sp<typename C::T, 0, true>(s, k.a[2 * c], b, k.metadata[c]);
-    wgmma_sp<typename C::T, 1, true>(s, k.a[2 * c + 1], b + 4, k.metadata[c]);
-  }
-}
-template <class C>
-__device__ __forceinline__ void multiply_k(float (&s)[32], uint32_t k_at, uint64_t q_desc) {
-  const uint64_t k_desc = swizzled(k_at);
+    for (int i = 0; i < kSteps; i++) x.a[i] = fragment[i * 32];
+    wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < C::D / 16; i++) {
-    const uint64_t a = k_desc + (i / 4 * kChunkBytes + i % 4 * 32) / 16;
-    const uint64_t b = q_desc + (i / 4 * kRows * 128 + i % 4 * 32) / 16;
-    if (i == 0) wgmma_ss<typename C::T, 0, 0, false>(s, a, b);
-    else wgmma_ss<typename C::T, 0, 0, true>(s, a, b);
+    for (int i = 0; i < kSteps; i += 2) {
+      const uint64_t b = q_desc + i / 2 * (kRows * 128 / 16);
+      if (i == 0) wgmma_sp<T, 0, false>(s, x.a[i], b, x.metadata[0]);
+      else wgmma_sp<T, 0, true>(s, x.a[i], b, x.metadata[i / 2]);
+      wgmma_sp<T, 1, true>(s, x.a[i + 1], b + 4, x.metadata[i / 2]);
+    }
+  } else {
+    const uint64_t k_desc = swizzled(k_at);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::D / 16; i++) {
+      const uint64_t a = k_desc + (i / 4 * kChunkBytes + i % 4 * 32) / 16;
+      const uint64_t b = q_desc + (i / 4 * kRows * 128 + i % 4 * 32) / 16;
+      if (i == 0) wgmma_ss<T, 0, 0, false>(s, a, b);
+      else wgmma_ss<T, 0, 0, true>(s, a, b);
+    }
   }
+  wgmma_commit();
 }
 
 // Writes this warpgroup's output rows from the swizzled staging area [chunk][64 rows][128 bytes].
@@ -611,7 +625,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
   const float scale = p.scale_log2;
-  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 5 * kWarpgroupRows;
+  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 4 * kWarpgroupRows;
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
   const auto* kinds = reinterpret_cast<const int*>(smem + C::kKinds);
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
@@ -652,43 +666,26 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
         store_matrices<false>((p_row + p_offset ^ c * 32) + h * (kWarpgroupRows * 128), e.x, e.y, e.z, e.w);
       }
     };
-    // O^T += V^T P^T of block h of the step before this one, whatever its kind, to its end.
-    auto multiply_any = [&](int h, uint32_t p_offset) {
+    // O^T += V^T P^T of block h of the step before this one.
+    auto multiply_half = [&](auto kinds_known, int h, uint32_t p_offset) {
+      constexpr int kKinds = decltype(kinds_known)::value;
       const uint32_t v = C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
       const uint32_t p_at = p_base + p_offset + h * (kWarpgroupRows * 128);
-      if (kinds[2 * kr.before() + h]) {
-        SparseBlock<C> block;
-        block.template load<Side::V>(smem + v, at);
-        wgmma_fence();
-        multiply_v<C>(o, block, p_at);
-        wgmma_commit();
+      if constexpr (kKinds != kAnyKinds) {
+        multiply_v<C, kKinds == kAllSparse>(o, smem + v, base + v, p_at, at);
+      } else if (kinds[2 * kr.before() + h]) {
+        multiply_v<C, true>(o, smem + v, base + v, p_at, at);
         wgmma_wait<0>();
         pin_all(o);
       } else {
-        wgmma_fence();
-        multiply_v<C>(o, base + v, p_at);
-        wgmma_commit();
+        multiply_v<C, false>(o, smem + v, base + v, p_at, at);
         wgmma_wait<0>();
         pin_all(o);
       }
     };
-    // What the next step starts with, fetched before the barrier that this step ends with: kinds
-    // and operands of V of this step (whose stage is kr.before()), and K of the next.
-    SparseBlock<C> v_block[2];
-    int v_kinds = kAnyKinds, masked = 0;
-    auto look_ahead = [&](bool more) {
-      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
+    auto kinds_before = [&] {
       const int sparse = kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
-      v_kinds = sparse == 2 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
-      if (sparse == 2) {
-        const char* v = smem + C::kV + kr.before() * kStageBytes;
-        v_block[0].template load<Side::V>(v, at);
-        v_block[1].template load<Side::V>(v + C::kDenseBytes, at);
-      }
-      if (more) {
-        barrier_wait(bar.k_full(kr.slot), kr.parity);
-        masked = infos[kr.slot].masked;
-      }
+      return sparse == 2 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
     };
     // All products in flight must have ended: O is scaled at once.
     auto restart_step = [&](uint32_t p_offset) {
@@ -727,62 +724,61 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
     restart_step(0);
-    look_ahead(steps > 1);
 
-    auto step = [&](auto kinds_known, uint32_t p_offset, bool more) {
-      constexpr int kKinds = decltype(kinds_known)::value;
-      constexpr bool kOverlap = kKinds != kAnyKinds;
-      const uint32_t p_before = C::kPBytes - p_offset;
+    auto step = [&](auto kinds_known, uint32_t p_offset) {
+      constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
       turn_begin(wg);
-      if constexpr (kKinds == kAnyKinds) {
-        multiply_any(0, p_before);
-        multiply_any(1, p_before);
-      }
-      wgmma_fence();
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
-      if constexpr (kOverlap) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const uint32_t p_at = p_base + p_before + h * (kWarpgroupRows * 128);
-          const uint32_t v_at = base + C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
-          if constexpr (kKinds == kAllSparse) multiply_v<C>(o, v_block[h], p_at);
-          else multiply_v<C>(o, v_at, p_at);
-        }
-        wgmma_commit();
-      }
+      if constexpr (!kSettled) wgmma_wait<0>();
+      multiply_half(kinds_known, 0, C::kPBytes - p_offset);
       turn_end(wg);
-      wgmma_wait<kOverlap ? 1 : 0>();
+      wgmma_wait<kSettled ? 1 : 0>();
       pin(x.s);
-      if (masked) x.mask(infos[kr.slot], first_row);
-      __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
+      if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
       store_half(0, p_offset, sum);
-      store_half(1, p_offset, sum);
       wgmma_wait<0>();
       pin_all(o);
-      __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
-      kr.next();
-      look_ahead(more);
+      multiply_half(kinds_known, 1, C::kPBytes - p_offset);
+      store_half(1, p_offset, sum);
       fence_async_proxy();
       sum[0] += sum[1], sum[2] += sum[3];
       const bool moved = warpgroup_any(1 + wg, !(fmaxf(sum[0], sum[2]) < kSumLimit<T>));
+      wgmma_wait<0>();
+      pin_all(o);
       if (!moved) x.l[0] += sum[0], x.l[1] += sum[2];
       return moved;
     };
     for (int i = 1; i < steps; i++) {
       const uint32_t p_offset = (i & 1) * C::kPBytes;
-      const bool more = i + 1 < steps;
+      barrier_wait(bar.k_full(kr.slot), kr.parity);
+      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
+      const int kinds_now = kinds_before();
       bool moved;
-      if (v_kinds == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset, more);
-      else if (v_kinds == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset, more);
-      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset, more);
-      if (moved) restart_step(p_offset);  // rare
+      if (kinds_now == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
+      else if (kinds_now == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
+      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
+      if (moved) {  // rare: the scores are gone, so they are computed again
+        x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
+        wgmma_wait<0>();
+        pin(x.s);
+        if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+        restart_step(p_offset);
+      }
+      __syncwarp();
+      if (at.lane == 0) {
+        barrier_arrive(bar.v_empty(kr.before()));
+        barrier_arrive(bar.k_empty(kr.slot));
+      }
+      kr.next();
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-    multiply_any(0, (steps - 1 & 1) * C::kPBytes);
-    multiply_any(1, (steps - 1 & 1) * C::kPBytes);
+    {
+      const uint32_t p_offset = (steps - 1 & 1) * C::kPBytes;
+      const std::integral_constant<int, kAnyKinds> any;
+      multiply_half(any, 0, p_offset);
+      multiply_half(any, 1, p_offset);
+    }
     if constexpr (!C::kQInRegisters) {
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.q_empty());
@@ -837,8 +833,7 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
   const float scale = p.scale_log2;
-  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 5 * kWarpgroupRows;
-  float* references = columns + 4 * kWarpgroupRows;  // of the exponents; registers have no room
+  float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 4 * kWarpgroupRows;
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
   const auto* kinds = reinterpret_cast<const int*>(smem + C::kKinds);
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
@@ -857,34 +852,32 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     const int steps = (item.blocks + 1) / 2;
     const int first_row = item.start + wg * kWarpgroupRows;
 
-    float s[2][32], o[C::kChunks][32], l[16];
+    float s[2][32], o[C::kChunks][32], m[16], l[16];
 #pragma unroll
     for (int c = 0; c < C::kChunks; c++)
 #pragma unroll
       for (int i = 0; i < 32; i++) o[c][i] = 0.f;
 #pragma unroll
-    for (int i = 0; i < 16; i++) l[i] = 0.f;
+    for (int i = 0; i < 16; i++) m[i] = -INFINITY, l[i] = 0.f;
     barrier_wait(bar.q_full(), items & 1);
 
-    // S^T of this step's block h, whatever its kind, to its end.
-    auto multiply_k_any = [&](int h) {
+    // S^T of this step's block h.
+    auto multiply_k_half = [&](auto kinds_known, int h) {
+      constexpr int kKinds = decltype(kinds_known)::value;
       const uint32_t k = C::kK + kr.slot * kStageBytes + h * C::kDenseBytes;
-      if (infos[kr.slot].block[h].w) {
-        SparseBlock<C> block;
-        block.template load<Side::K>(smem + k, at);
-        wgmma_fence();
-        multiply_k<C>(s[h], block, q_desc);
-        wgmma_commit();
+      if constexpr (kKinds != kAnyKinds) {
+        multiply_k<C, kKinds == kAllSparse>(s[h], smem + k, base + k, q_desc, at);
+      } else if (infos[kr.slot].block[h].w) {
+        multiply_k<C, true>(s[h], smem + k, base + k, q_desc, at);
         wgmma_wait<0>();
         pin(s[h]);
       } else {
-        wgmma_fence();
-        multiply_k<C>(s[h], base + k, q_desc);
-        wgmma_commit();
+        multiply_k<C, false>(s[h], smem + k, base + k, q_desc, at);
         wgmma_wait<0>();
         pin(s[h]);
       }
     };
+    const std::integral_constant<int, kAnyKinds> any;
     auto mask = [&](const StepInfo& info) {
       const Place at = place_now();
 #pragma unroll
@@ -902,19 +895,16 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       }
     };
     float before = 0.f;  // total() after the step before
-    auto exponential = [&](int h, int i, float m) { return exp2_unit(fmaf(s[h][i], scale, -m)); };
-    auto reference = [&](int pair) { return *reinterpret_cast<const float2*>(references + 8 * pair + 2 * at.q); };
+    auto exponential = [&](int h, int i, int column) { return exp2_unit(fmaf(s[h][i], scale, -m[column])); };
     // Exponentials of block h of a step to P, their sums to l.
     auto store_half = [&](int h, uint32_t p_offset) {
 #pragma unroll
       for (int c = 0; c < 8; c += 2) {
         float e[8];
-        const float2 m0 = reference(c), m1 = reference(c + 1);
-        const float m[4] = {m0.x, m0.y, m1.x, m1.y};
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           const int column = 2 * c + j / 4 * 2 + j % 2;
-          e[j] = exponential(h, 4 * c + j, m[j / 4 * 2 + j % 2]);
+          e[j] = exponential(h, 4 * c + j, column);
           l[column] += e[j];
         }
         store_matrices<true>(p_to + p_offset + h * (kWarpgroupRows * 128) + c * 8 * 128, pack<T>(e[0], e[1]),
@@ -927,42 +917,21 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       for (int c = 0; c < 16; c++) sum += l[c];
       return sum;
     };
-    // O^T += V^T P^T of block h of the step before this one, whatever its kind, to its end.
-    auto multiply_any = [&](int h, uint32_t p_offset) {
+    // O^T += V^T P^T of block h of the step before this one.
+    auto multiply_half = [&](auto kinds_known, int h, uint32_t p_offset) {
+      constexpr int kKinds = decltype(kinds_known)::value;
       const uint32_t v = C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
       const uint32_t p_at = p_base + p_offset + h * (kWarpgroupRows * 128);
-      if (kinds[2 * kr.before() + h]) {
-        SparseBlock<C> block;
-        block.template load<Side::V>(smem + v, at);
-        wgmma_fence();
-        multiply_v<C>(o, block, p_at);
-        wgmma_commit();
+      if constexpr (kKinds != kAnyKinds) {
+        multiply_v<C, kKinds == kAllSparse>(o, smem + v, base + v, p_at, at);
+      } else if (kinds[2 * kr.before() + h]) {
+        multiply_v<C, true>(o, smem + v, base + v, p_at, at);
         wgmma_wait<0>();
         pin_all(o);
       } else {
-        wgmma_fence();
-        multiply_v<C>(o, base + v, p_at);
-        wgmma_commit();
+        multiply_v<C, false>(o, smem + v, base + v, p_at, at);
         wgmma_wait<0>();
         pin_all(o);
-      }
-    };
-    // As in consume_rows.
-    SparseBlock<C> v_block[2];
-    int step_kinds = kAnyKinds, masked = 0;
-    auto look_ahead = [&](bool more) {
-      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-      int sparse = kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
-      if (sparse == 2) {
-        const char* v = smem + C::kV + kr.before() * kStageBytes;
-        v_block[0].template load<Side::V>(v, at);
-        v_block[1].template load<Side::V>(v + C::kDenseBytes, at);
-      }
-      if (more) {
-        barrier_wait(bar.k_full(kr.slot), kr.parity);
-        masked = infos[kr.slot].masked;
-        sparse += infos[kr.slot].block[0].w + infos[kr.slot].block[1].w;
-        step_kinds = sparse == 4 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
       }
     };
     // `l` holds this step's sums already: they are taken out again. What rounding (or an infinite
@@ -971,33 +940,34 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int i = c / 2 * 4 + c % 2;
-        const float m = references[c / 2 * 8 + 2 * at.q + c % 2];
-        const float sum = exponential(0, i, m) + exponential(0, i + 2, m) + exponential(1, i, m) + exponential(1, i + 2, m);
+        const float sum = exponential(0, i, c) + exponential(0, i + 2, c) + exponential(1, i, c) + exponential(1, i + 2, c);
         l[c] = sum < INFINITY ? fmaxf(l[c] - sum, 0.f) : 0.f;
       }
     };
-    // Rare, and written to need few registers: the main loop pays for those in spills.
-    auto restart_step = [&](bool first, uint32_t p_offset) {
+    auto restart_step = [&](uint32_t p_offset) {
+      float top[16];
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int i = c / 2 * 4 + c % 2;
         float t = fmaxf(fmaxf(s[0][i], s[0][i + 2]), fmaxf(s[1][i], s[1][i + 2]));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
-        t = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
-        if (at.g == 0) columns[at.warp * kWarpgroupRows + c / 2 * 8 + 2 * at.q + c % 2] = t;
+        top[c] = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
+      }
+      if (at.g == 0) {
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+          *reinterpret_cast<float2*>(columns + at.warp * kWarpgroupRows + 8 * c + 2 * at.q) = make_float2(top[2 * c], top[2 * c + 1]);
       }
       warpgroup_barrier(1 + wg);
-      auto old_and_moved = [&](int column) {
-        float t = fmaxf(columns[column], columns[kWarpgroupRows + column]);
-        t = fmaxf(t, fmaxf(columns[2 * kWarpgroupRows + column], columns[3 * kWarpgroupRows + column]));
-        const float m = first ? -INFINITY : references[column];
-        return make_float2(m, safe(fmaxf(m, t * scale)));
-      };
 #pragma unroll
       for (int c = 0; c < 16; c++) {
-        const float2 m = old_and_moved(c / 2 * 8 + 2 * at.q + c % 2);
-        const float f = exp2_unit(m.x - m.y);
+        const int column = c / 2 * 8 + 2 * at.q + c % 2;
+        float t = fmaxf(columns[column], columns[kWarpgroupRows + column]);
+        t = fmaxf(t, fmaxf(columns[2 * kWarpgroupRows + column], columns[3 * kWarpgroupRows + column]));
+        const float moved = safe(fmaxf(m[c], t * scale));
+        const float f = exp2_unit(m[c] - moved);
+        m[c] = moved;
         l[c] *= f;
 #pragma unroll
         for (int k = 0; k < C::kChunks; k++) {
@@ -1005,10 +975,6 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
           o[k][c / 2 * 4 + c % 2 + 2] *= f;
         }
       }
-      warpgroup_barrier(1 + wg);  // all have read what is written next
-      for (int column = at.warp * 32 + at.lane; column < kWarpgroupRows; column += 128)
-        references[column] = old_and_moved(column).y;
-      warpgroup_barrier(1 + wg);
       store_half(0, p_offset);
       store_half(1, p_offset);
       fence_async_proxy();
@@ -1018,91 +984,69 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 
     barrier_wait(bar.k_full(kr.slot), kr.parity);
     turn_begin(wg);
-    multiply_k_any(0);
-    multiply_k_any(1);
+    multiply_k_half(any, 0);
+    multiply_k_half(any, 1);
     turn_end(wg);
     if (infos[kr.slot].masked) mask(infos[kr.slot]);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
-    restart_step(true, 0);
-    look_ahead(steps > 1);
+    restart_step(0);
 
-    auto step = [&](auto kinds_known, uint32_t p_offset, bool more) {
-      constexpr int kKinds = decltype(kinds_known)::value;
-      const uint32_t v_at = base + C::kV + kr.before() * kStageBytes, p_at = p_base + C::kPBytes - p_offset;
-      const uint32_t k = C::kK + kr.slot * kStageBytes;
+    auto step = [&](auto kinds_known, uint32_t p_offset) {
+      constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
       turn_begin(wg);
-      if constexpr (kKinds == kAnyKinds) {
-        multiply_any(0, C::kPBytes - p_offset);
-        multiply_any(1, C::kPBytes - p_offset);
-        multiply_k_any(0);
-        multiply_k_any(1);
-      } else if constexpr (kKinds == kAllDense) {
-        wgmma_fence();
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-          multiply_v<C>(o, v_at + h * C::kDenseBytes, p_at + h * (kWarpgroupRows * 128));
-#pragma unroll
-        for (int h = 0; h < 2; h++) multiply_k<C>(s[h], base + k + h * C::kDenseBytes, q_desc);
-        wgmma_commit();
-      } else {
-        wgmma_fence();
-#pragma unroll
-        for (int h = 0; h < 2; h++) multiply_v<C>(o, v_block[h], p_at + h * (kWarpgroupRows * 128));
-        wgmma_commit();
-        SparseBlock<C> k_block;
-        k_block.template load<Side::K>(smem + k, at);
-        wgmma_fence();
-        multiply_k<C>(s[0], k_block, q_desc);
-        wgmma_commit();
-        // Only now is there room for the second block's operand: that of V is free.
-        wgmma_wait<1>();
-        SparseBlock<C> k_second;
-        k_second.template load<Side::K>(smem + k + C::kDenseBytes, at);
-        wgmma_fence();
-        multiply_k<C>(s[1], k_second, q_desc);
-        wgmma_commit();
-      }
+      multiply_k_half(kinds_known, 0);
+      multiply_k_half(kinds_known, 1);
+      multiply_half(kinds_known, 0, C::kPBytes - p_offset);
       turn_end(wg);
-      wgmma_wait<0>();
+      wgmma_wait<kSettled ? 1 : 0>();
       pin_all(s);
-      pin_all(o);
-      if (masked) mask(infos[kr.slot]);
-      __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
+      if (infos[kr.slot].masked) mask(infos[kr.slot]);
       store_half(0, p_offset);
+      wgmma_wait<0>();
+      pin_all(o);
+      multiply_half(kinds_known, 1, C::kPBytes - p_offset);
       store_half(1, p_offset);
-      kr.next();
-      look_ahead(more);
       fence_async_proxy();
       const float after = total();
       const bool moved = warpgroup_any(1 + wg, !(after - before < kSumLimit<T>));
       before = after;
+      wgmma_wait<0>();
+      pin_all(o);
       return moved;
     };
     for (int i = 1; i < steps; i++) {
       const uint32_t p_offset = (i & 1) * C::kPBytes;
-      const bool more = i + 1 < steps;
+      barrier_wait(bar.k_full(kr.slot), kr.parity);
+      barrier_wait(bar.v_full(kr.before()), kr.parity_before());
+      const int sparse = infos[kr.slot].block[0].w + infos[kr.slot].block[1].w + kinds[2 * kr.before()] +
+                         kinds[2 * kr.before() + 1];
       bool moved;
-      if (step_kinds == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset, more);
-      else if (step_kinds == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset, more);
-      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset, more);
+      if (sparse == 4) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
+      else if (sparse == 0) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
+      else moved = step(any, p_offset);
       if (moved) {  // rare: the scores are gone, so they are computed again
-        kr.back();
-        multiply_k_any(0);
-        multiply_k_any(1);
+        multiply_k_half(any, 0);
+        multiply_k_half(any, 1);
         if (infos[kr.slot].masked) mask(infos[kr.slot]);
-        kr.next();
         take_back();
-        restart_step(false, p_offset);
+        restart_step(p_offset);
       }
       __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.k_empty(kr.before()));
+      if (at.lane == 0) {
+        barrier_arrive(bar.v_empty(kr.before()));
+        barrier_arrive(bar.k_empty(kr.slot));
+      }
+      kr.next();
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-    multiply_any(0, (steps - 1 & 1) * C::kPBytes);
-    multiply_any(1, (steps - 1 & 1) * C::kPBytes);
+    {
+      const uint32_t p_offset = (steps - 1 & 1) * C::kPBytes;
+      const std::integral_constant<int, kAnyKinds> any;
+      multiply_half(any, 0, p_offset);
+      multiply_half(any, 1, p_offset);
+    }
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.q_empty());
 #pragma unroll
@@ -1126,7 +1070,7 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       const int column = c / 2 * 8 + 2 * at.q + c % 2;
       const float sum = columns[column] + columns[kWarpgroupRows + column] + columns[2 * kWarpgroupRows + column] +
                         columns[3 * kWarpgroupRows + column];
-      if (at.warp == 0 && at.g == 0) write_lse(p, item, head, first_row + column, references[column], sum);
+      if (at.warp == 0 && at.g == 0) write_lse(p, item, head, first_row + column, m[c], sum);
       l[c] = 1.f / sum;
     }
 #pragma unroll
@@ -1308,10 +1252,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_dec<C::kProducerRegisters>();
+    registers_dec<HS_PRODUCER_REGISTERS>();
     produce<C>(p, smem, base, bar);
   } else {
-    registers_inc<C::kConsumerRegisters>();
+    registers_inc<HS_CONSUMER_REGISTERS>();
     const Place at = place_now();
     if constexpr (C::kMixedK)
       consume_columns<C>(p, smem, base, bar, at);

@@ -69,10 +69,6 @@ struct Ring {
   __device__ __forceinline__ void next() {
     if (++slot == Stages) slot = 0, parity ^= 1;
   }
-  __device__ __forceinline__ void back() {
-    parity = parity_before();
-    slot = before();
-  }
   // The stage before: V runs one step behind K.
   __device__ __forceinline__ uint32_t before() const { return slot == 0 ? Stages - 1 : slot - 1; }
   __device__ __forceinline__ uint32_t parity_before() const { return slot == 0 ? parity ^ 1 : parity; }
