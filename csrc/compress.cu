@@ -468,7 +468,7 @@ HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const
   return cudaErrorInvalidValue;
 }
 
-// K and V [N, H, 64, D] of the same pages, with the same strides, by magnitude; refs of each [N, H].
+// K and V [N, H, 64, D] of the same pages, with the same strides, by magnitude; refs [N, H] of each
 HS_EXPORT int hs_store_pair(int dtype, int head_dim, const void* k, const void* v,
                             long long block_stride, long long head_stride, long long token_stride,
                             void* arena, const int* k_refs, const int* v_refs, int blocks_count,

@@ -1009,7 +1009,7 @@ HS_EXPORT int hs_decode_columns(int head_dim, int group) {
   return group <= 16 ? 16 : 24;
 }
 
-// Cuts the batch into `ctas` shares of equal bytes. boundaries int32 [ctas + 1, 8], costs int32 [R].
+// Cuts the batch into shares of equal bytes. boundaries int32 [ctas + 1, 8], costs int32 [R].
 HS_EXPORT int hs_decode_plan(const int* refs, const int* page_table, const int* seq_lens,
                              int* costs, int* boundaries, int rows, int pages, int heads,
                              int pairs_per_row, int table_stride, int ctas, void* stream) {

@@ -30,7 +30,7 @@ __global__ void merge_kernel(const float* outs, const float* lses, float* out, f
 }  // namespace
 }  // namespace hs
 
-// outs f32 [splits, rows, channels], lses f32 [splits, rows] -> out f32 [rows, channels], lse [rows].
+// outs f32 [splits, rows, channels], lses [splits, rows] -> out f32 [rows, channels], lse [rows].
 HS_EXPORT int hs_merge_states(const float* outs, const float* lses, float* out, float* lse,
                               int splits, long long rows, int channels, void* stream) {
   using namespace hs;
