@@ -25,28 +25,15 @@
 #include "hs/prefill_pipeline.cuh"
 #include "hs/wgmma.cuh"
 
-#ifndef HS_PINGPONG
-#define HS_PINGPONG 1
-#endif
-#ifndef HS_Q_IN_REGISTERS
-#define HS_Q_IN_REGISTERS 1
-#endif
-#ifndef HS_PRODUCER_REGISTERS
-#define HS_PRODUCER_REGISTERS 40
-#define HS_CONSUMER_REGISTERS 232
-#endif
-#ifndef HS_POLYNOMIAL
-#define HS_POLYNOMIAL 0
-#endif
-
 namespace hs {
 namespace {
 
-constexpr int kRows = 128;         // query rows of an item, at absolute multiples
+constexpr int kRows = 128;  // query rows of an item, at absolute multiples
 constexpr int kWarpgroupRows = 64;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kChunk = 64;         // channels of one 128-byte swizzled row
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread; 64 K in all
+constexpr int kChunk = 64;  // channels of one 128-byte swizzled row
 constexpr int kChunkBytes = kBlockSize * 128;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -100,7 +87,10 @@ __device__ Item item_of(const Plan& plan, int tile) {
   int low = 0, high = plan.requests;  // the last request whose tiles start at or before `tile`
   while (high - low > 1) {
     const int mid = (low + high) / 2;
-    if (plan.tile_offsets[mid] <= tile) low = mid; else high = mid;
+    if (plan.tile_offsets[mid] <= tile)
+      low = mid;
+    else
+      high = mid;
   }
   Item item;
   item.request = low;
@@ -151,7 +141,6 @@ struct Config {
   static constexpr int kDenseBytes = BlockFormat<D, 2>::kDenseBytes;
   static constexpr int kSparseBytes = BlockFormat<D, 2>::kSparseBytes;
   static constexpr int kStages = D == 64 ? 3 : (MixedV ? 2 : 3);
-  [[maybe_unused]] static constexpr bool kQInRegisters = MixedV && HS_Q_IN_REGISTERS;  // if K is dense
   // One warpgroup's P of a step: two halves of 64 tokens, [64 queries][128 bytes], swizzled.
   static constexpr int kPBytes = 2 * kWarpgroupRows * 128;
 
@@ -191,12 +180,14 @@ struct Source {
   int kind, where;
 };
 
-__device__ Source source_of(const Params& p, const Item& item, const Runs& runs, int side, int kv_head, int e) {
+__device__ Source source_of(const Params& p, const Item& item, const Runs& runs, int side,
+                            int kv_head, int e) {
   if (e >= item.blocks) e = 0;  // pads the last step: any valid block, wholly masked
   if (e < runs.chunk) return {kOwn, (runs.last_page - e) * kBlockSize + item.offset};
   e -= runs.chunk;
   if (e < runs.tail) {
-    const int slot = p.tail_slots[(item.request * 2 + side) * p.max_tail + runs.tail_last - e - p.tail_first[item.request]];
+    const int slot = p.tail_slots[(item.request * 2 + side) * p.max_tail + runs.tail_last - e -
+                                  p.tail_first[item.request]];
     return {kDense, (slot * p.kv_heads + kv_head) * kBlockSize};
   }
   e -= runs.tail;
@@ -222,20 +213,24 @@ __device__ int4 extent_of(const Item& item, const Runs& runs, int e, bool sparse
 }
 
 template <class C, int Side>
-__device__ __forceinline__ void produce_item(const Params& p, const Item& item, int kv_head, char* smem, uint32_t base,
-                                             const Barriers<C>& bar, Ring<C::kStages>& ring, uint32_t& begun_parity) {
+__device__ __forceinline__ void produce_item(const Params& p, const Item& item, int kv_head,
+                                             char* smem, uint32_t base, const Barriers<C>& bar,
+                                             Ring<C::kStages>& ring, uint32_t& begun_parity) {
   constexpr bool kMixed = Side == 0 ? C::kMixedK : C::kMixedV;
   constexpr bool kChunkMajor = Side == 0 && !C::kMixedK;  // K as one operand of 128 rows
   const int lane = threadIdx.x % 32;
   const Runs runs = runs_of(item.prefix, item.end, item.frontier);
-  // The page that `prefix` lies in may be begun: past it, its slot holds anything, and a weight of 0
-  // does not make NaN harmless. Its rows of V are zeroed before the consumers see the stage.
+  // The page that `prefix` lies in may be begun: past it, its slot holds anything, and a weight of
+  // 0 does not make NaN harmless. Its rows of V are zeroed before the consumers see the stage.
   const int valid = item.prefix % kBlockSize;
-  const int begun = Side == 1 && valid && runs.tail > 0 && runs.tail_last == item.prefix / kBlockSize ? runs.chunk : -1;
+  const int begun =
+      Side == 1 && valid && runs.tail > 0 && runs.tail_last == item.prefix / kBlockSize ? runs.chunk
+                                                                                        : -1;
   Source ahead = source_of(p, item, runs, Side, kv_head, lane);
   for (int first = 0; first < item.blocks; first += 32) {
     const Source mine = ahead;
-    if (first + 32 < item.blocks) ahead = source_of(p, item, runs, Side, kv_head, first + 32 + lane);
+    if (first + 32 < item.blocks)
+      ahead = source_of(p, item, runs, Side, kv_head, first + 32 + lane);
     const int count = min(32, item.blocks - first);
 #pragma unroll 1
     for (int e = 0; e < count; e += 2) {
@@ -245,7 +240,8 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
       for (int h = 0; h < 2; h++) {
         source[h].kind = __shfl_sync(~0u, mine.kind, e + h);
         source[h].where = __shfl_sync(~0u, mine.where, e + h);
-        if (!kMixed && source[h].kind == kSparse) __trap();  // the caller said that this side is dense
+        if (!kMixed && source[h].kind == kSparse)
+          __trap();  // the caller said that this side is dense
       }
       barrier_wait(Side == 0 ? bar.k_empty(st) : bar.v_empty(st), ring.parity ^ 1);
       const bool patch = Side == 1 && begun >= 0 && begun / 2 == (first + e) / 2;
@@ -262,7 +258,8 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
             auto* info = reinterpret_cast<StepInfo*>(smem + C::kInfo) + st;
             const int4 extent = extent_of(item, runs, first + e + h, sparse);
             info->block[h] = extent;
-            masked |= extent.x + kBlockSize > item.start + 1 || extent.y > 0 || extent.z < kBlockSize;
+            masked |=
+                extent.x + kBlockSize > item.start + 1 || extent.y > 0 || extent.z < kBlockSize;
             info->masked = masked;
           } else {
             reinterpret_cast<int*>(smem + C::kKinds)[2 * st + h] = sparse;
@@ -272,8 +269,9 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if (kMixed && source[h].kind == kSparse) {
-            copy_bytes(stage + h * C::kDenseBytes, p.arena_bytes + size_t(source[h].where) * C::kSparseBytes,
-                       C::kSparseBytes, full);
+            copy_bytes(stage + h * C::kDenseBytes,
+                       p.arena_bytes + size_t(source[h].where) * C::kSparseBytes, C::kSparseBytes,
+                       full);
           } else {
 #pragma unroll
             for (int c = 0; c < C::kChunks; c++) {
@@ -295,7 +293,8 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
         for (int i = lane; i < (kBlockSize - valid) * 8; i += 32) {
 #pragma unroll
           for (int c = 0; c < C::kChunks; c++)
-            *reinterpret_cast<uint4*>(block + c * kChunkBytes + valid * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(block + c * kChunkBytes + valid * 128 + i * 16) =
+                make_uint4(0, 0, 0, 0);
         }
         fence_async_proxy();
         __syncwarp();
@@ -345,7 +344,8 @@ __device__ void produce(const Params& p, char* smem, uint32_t base, const Barrie
         barrier_arrive_expecting(bar.q_full(), kRows * C::D * 2);
 #pragma unroll
         for (int c = 0; c < C::kChunks; c++)
-          copy_box(base + C::kQ + c * kRows * 128, &p.q, bar.q_full(), c * kChunk, head, item.start + item.offset);
+          copy_box(base + C::kQ + c * kRows * 128, &p.q, bar.q_full(), c * kChunk, head,
+                   item.start + item.offset);
       }
       __syncwarp();
       produce_item<C, 0>(p, item, head / group, smem, base, bar, ring, begun_parity);
@@ -377,18 +377,26 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 template <bool Transpose>
-__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d) {
   if constexpr (Transpose)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
   else
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
 
-__device__ __forceinline__ void warpgroup_barrier(int id) { asm volatile("barrier.cta.sync %0, 128;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void warpgroup_barrier(int id) {
+  asm volatile("barrier.cta.sync %0, 128;" ::"r"(id) : "memory");
+}
 __device__ __forceinline__ bool warpgroup_any(int id, bool claim) {
   int any;
   asm volatile(
-      "{.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, 128, p;\nselp.s32 %0, 1, 0, q;}"
+      "{.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, 128, p;\nselp.s32 "
+      "%0, 1, 0, q;}"
       : "=r"(any)
       : "r"(int(claim)), "r"(id)
       : "memory");
@@ -396,10 +404,10 @@ __device__ __forceinline__ bool warpgroup_any(int id, bool claim) {
 }
 // The two warpgroups take turns in issuing products, so that one's exponentials meet the other's.
 __device__ __forceinline__ void turn_begin(int warpgroup) {
-  if (HS_PINGPONG) asm volatile("barrier.cta.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
+  asm volatile("barrier.cta.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
 }
 __device__ __forceinline__ void turn_end(int warpgroup) {
-  if (HS_PINGPONG) asm volatile("barrier.cta.arrive %0, 256;" ::"r"(3 + (warpgroup ^ 1)) : "memory");
+  asm volatile("barrier.cta.arrive %0, 256;" ::"r"(3 + (warpgroup ^ 1)) : "memory");
 }
 
 // A step whose exponentials sum to more than this in one thread moves the reference. For f16 it
@@ -450,15 +458,17 @@ __device__ __forceinline__ void pin_all(float (&d)[N][32]) {
 
 // Issues O^T += V^T P^T of one block of 64 tokens: V at `v` (shared address `v_at`), P at `p_at`.
 template <class C, bool Sparse>
-__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const char* v, uint32_t v_at, uint32_t p_at,
-                                           const Place& at) {
+__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const char* v, uint32_t v_at,
+                                           uint32_t p_at, const Place& at) {
   using T = typename C::T;
   const uint64_t p_desc = swizzled(p_at);
   if constexpr (Sparse) {
     SparseOperand<C, 2 * C::kChunks> x(v, at);
-    const uint4* fragment = reinterpret_cast<const uint4*>(v + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
+    const uint4* fragment =
+        reinterpret_cast<const uint4*>(v + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
 #pragma unroll
-    for (int i = 0; i < 2 * C::kChunks; i++) x.a[i] = fragment[((4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
+    for (int i = 0; i < 2 * C::kChunks; i++)
+      x.a[i] = fragment[((4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < C::kChunks; c++) {
@@ -479,21 +489,25 @@ __device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const cha
 
 // Issues S^T = K Q^T of one block of 64 tokens.
 template <class C, bool Sparse>
-__device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32_t k_at, uint64_t q_desc, const Place& at) {
+__device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32_t k_at,
+                                           uint64_t q_desc, const Place& at) {
   using T = typename C::T;
   if constexpr (Sparse) {
     constexpr int kSteps = C::D / 32;
     SparseOperand<C, kSteps> x(k, at);
-    const uint4* fragment = reinterpret_cast<const uint4*>(k + BlockFormat<C::D, 2>::kMetadataBytes) +
-                            at.warp * kSteps * 32 + at.lane;
+    const uint4* fragment =
+        reinterpret_cast<const uint4*>(k + BlockFormat<C::D, 2>::kMetadataBytes) +
+        at.warp * kSteps * 32 + at.lane;
 #pragma unroll
     for (int i = 0; i < kSteps; i++) x.a[i] = fragment[i * 32];
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps; i += 2) {
       const uint64_t b = q_desc + i / 2 * (kRows * 128 / 16);
-      if (i == 0) wgmma_sp<T, 0, false>(s, x.a[i], b, x.metadata[0]);
-      else wgmma_sp<T, 0, true>(s, x.a[i], b, x.metadata[i / 2]);
+      if (i == 0)
+        wgmma_sp<T, 0, false>(s, x.a[i], b, x.metadata[0]);
+      else
+        wgmma_sp<T, 0, true>(s, x.a[i], b, x.metadata[i / 2]);
       wgmma_sp<T, 1, true>(s, x.a[i + 1], b + 4, x.metadata[i / 2]);
     }
   } else {
@@ -503,8 +517,10 @@ __device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32
     for (int i = 0; i < C::D / 16; i++) {
       const uint64_t a = k_desc + (i / 4 * kChunkBytes + i % 4 * 32) / 16;
       const uint64_t b = q_desc + (i / 4 * kRows * 128 + i % 4 * 32) / 16;
-      if (i == 0) wgmma_ss<T, 0, 0, false>(s, a, b);
-      else wgmma_ss<T, 0, 0, true>(s, a, b);
+      if (i == 0)
+        wgmma_ss<T, 0, 0, false>(s, a, b);
+      else
+        wgmma_ss<T, 0, 0, true>(s, a, b);
     }
   }
   wgmma_commit();
@@ -512,8 +528,8 @@ __device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32
 
 // Writes this warpgroup's output rows from the swizzled staging area [chunk][64 rows][128 bytes].
 template <class C>
-__device__ __forceinline__ void write_rows(const Params& p, const Item& item, int head, const char* staged,
-                                           int chunk_stride) {
+__device__ __forceinline__ void write_rows(const Params& p, const Item& item, int head,
+                                           const char* staged, int chunk_stride) {
   constexpr int kVectors = C::D / 8;  // 16-byte pieces of a row
   const Place at = place_now();
   const int thread = at.warp * 32 + at.lane;
@@ -530,25 +546,30 @@ __device__ __forceinline__ void write_rows(const Params& p, const Item& item, in
   }
 }
 
-__device__ __forceinline__ void write_lse(const Params& p, const Item& item, int head, int row, float reference, float sum) {
+__device__ __forceinline__ void write_lse(const Params& p, const Item& item, int head, int row,
+                                          float reference, float sum) {
   if (row >= item.prefix && row < item.end)
     p.lse[size_t(row + item.offset) * p.q_heads + head] = (reference + log2f(sum)) * kLn2;
 }
 
-__device__ __forceinline__ float safe(float reference) { return reference == -INFINITY ? 0.f : reference; }
+__device__ __forceinline__ float safe(float reference) {
+  return reference == -INFINITY ? 0.f : reference;
+}
 
 // S = Q K^T, rows are queries. A thread has rows g and g + 8 of its warp's 16.
 template <class C>
 struct RowScores {
   using T = typename C::T;
+  // Beside O^T there is room for Q, which halves what the first product reads from shared memory.
+  static constexpr bool kQInRegisters = C::kMixedV;
   float s[64];
   float m[2], l[2];  // reference of the exponents (base 2) and this thread's share of the sum
-  uint4 qf[C::kQInRegisters ? C::D / 16 : 1];
+  uint4 qf[kQInRegisters ? C::D / 16 : 1];
 
   __device__ __forceinline__ void begin(const char* smem, uint32_t base, const Place& at) {
     m[0] = m[1] = -INFINITY;
     l[0] = l[1] = 0.f;
-    if constexpr (C::kQInRegisters) {
+    if constexpr (kQInRegisters) {
       const int row = at.warpgroup * kWarpgroupRows + at.warp * 16 + at.lane % 16;
 #pragma unroll
       for (int k = 0; k < C::D / 16; k++) {
@@ -567,12 +588,16 @@ struct RowScores {
 #pragma unroll
     for (int k = 0; k < C::D / 16; k++) {
       const int step = (k / 4 * 2 * kChunkBytes + k % 4 * 32) / 16;
-      if constexpr (C::kQInRegisters) {
-        if (k == 0) wgmma_rs<T, 0, false>(s, qf[k], k_desc + step);
-        else wgmma_rs<T, 0, true>(s, qf[k], k_desc + step);
+      if constexpr (kQInRegisters) {
+        if (k == 0)
+          wgmma_rs<T, 0, false>(s, qf[k], k_desc + step);
+        else
+          wgmma_rs<T, 0, true>(s, qf[k], k_desc + step);
       } else {
-        if (k == 0) wgmma_ss<T, 0, 0, false>(s, q_desc + step, k_desc + step);
-        else wgmma_ss<T, 0, 0, true>(s, q_desc + step, k_desc + step);
+        if (k == 0)
+          wgmma_ss<T, 0, 0, false>(s, q_desc + step, k_desc + step);
+        else
+          wgmma_ss<T, 0, 0, true>(s, q_desc + step, k_desc + step);
       }
     }
     wgmma_commit();
@@ -583,7 +608,8 @@ struct RowScores {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int4 block = info.block[h];
-      const int lo = block.y, hi0 = min(block.z, row + 1 - block.x), hi1 = min(block.z, row + 9 - block.x);
+      const int lo = block.y, hi0 = min(block.z, row + 1 - block.x),
+                hi1 = min(block.z, row + 9 - block.x);
 #pragma unroll
       for (int c = 0; c < 32; c++) {
         const int column = c / 4 * 8 + at.q * 2 + c % 2;
@@ -614,13 +640,15 @@ struct RowScores {
       e[j] = exp2_unit(fmaf(s[8 * c + j], scale, -m[j / 2 % 2]));
       sum[j % 4] += e[j];
     }
-    return make_uint4(pack<T>(e[0], e[1]), pack<T>(e[2], e[3]), pack<T>(e[4], e[5]), pack<T>(e[6], e[7]));
+    return make_uint4(pack<T>(e[0], e[1]), pack<T>(e[2], e[3]), pack<T>(e[4], e[5]),
+                      pack<T>(e[6], e[7]));
   }
 };
 
 // Sparse V, dense K: P through shared memory, O^T in registers.
 template <class C>
-__device__ void consume_rows(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar, const Place& at) {
+__device__ void consume_rows(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar,
+                             const Place& at) {
   using T = typename C::T;
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
@@ -640,7 +668,8 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
   for (;;) {
     barrier_wait(bar.item_full(items & 1), items >> 1 & 1);
     const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + (items & 1) * 48);
-    const int& head = *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
+    const int& head =
+        *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
     if (head < 0) return;
     const int steps = (item.blocks + 1) / 2;
     const int first_row = item.start + wg * kWarpgroupRows;
@@ -653,7 +682,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       for (int i = 0; i < 32; i++) o[c][i] = 0.f;
     barrier_wait(bar.q_full(), items & 1);
     x.begin(smem, base, at);
-    if constexpr (C::kQInRegisters) {
+    if constexpr (RowScores<C>::kQInRegisters) {
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.q_empty());
     }
@@ -663,7 +692,8 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         const uint4 e = x.exponentials(4 * h + c, scale, sum);
-        store_matrices<false>((p_row + p_offset ^ c * 32) + h * (kWarpgroupRows * 128), e.x, e.y, e.z, e.w);
+        store_matrices<false>((p_row + p_offset ^ c * 32) + h * (kWarpgroupRows * 128), e.x, e.y,
+                              e.z, e.w);
       }
     };
     // O^T += V^T P^T of block h of the step before this one.
@@ -755,9 +785,12 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
       const int kinds_now = kinds_before();
       bool moved;
-      if (kinds_now == kAllSparse) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
-      else if (kinds_now == kAllDense) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
-      else moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
+      if (kinds_now == kAllSparse)
+        moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
+      else if (kinds_now == kAllDense)
+        moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
+      else
+        moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
       if (moved) {  // rare: the scores are gone, so they are computed again
         x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
         wgmma_wait<0>();
@@ -779,7 +812,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       multiply_half(any, 0, p_offset);
       multiply_half(any, 1, p_offset);
     }
-    if constexpr (!C::kQInRegisters) {
+    if constexpr (!RowScores<C>::kQInRegisters) {
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.q_empty());
     }
@@ -803,7 +836,8 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     {
       const Place at = place_now();
       const uint32_t row = at.lane % 8 + at.lane / 16 * 8;
-      const uint32_t to = p_base + C::kPBytes + row * 128 + ((2 * at.warp + at.lane / 8 % 2 ^ row % 8) << 4);
+      const uint32_t to =
+          p_base + C::kPBytes + row * 128 + ((2 * at.warp + at.lane / 8 % 2 ^ row % 8) << 4);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float2 f = *reinterpret_cast<const float2*>(columns + 16 * i + 2 * at.q);
@@ -811,9 +845,9 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
 #pragma unroll
         for (int c = 0; c < C::kChunks; c++) {
           const float* d = o[c] + 8 * i;
-          store_matrices<true>(to + c * kWarpgroupRows * 128 + i * 16 * 128, pack<T>(d[0] * f.x, d[1] * f.y),
-                               pack<T>(d[2] * f.x, d[3] * f.y), pack<T>(d[4] * h.x, d[5] * h.y),
-                               pack<T>(d[6] * h.x, d[7] * h.y));
+          store_matrices<true>(to + c * kWarpgroupRows * 128 + i * 16 * 128,
+                               pack<T>(d[0] * f.x, d[1] * f.y), pack<T>(d[2] * f.x, d[3] * f.y),
+                               pack<T>(d[4] * h.x, d[5] * h.y), pack<T>(d[6] * h.x, d[7] * h.y));
         }
       }
     }
@@ -828,7 +862,8 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
 // Sparse K: S^T = K Q^T. A thread has tokens g and g + 8 of its warp's 16 in either block and the
 // queries 8 c + 2 q, + 1, which are also its columns of O^T.
 template <class C>
-__device__ void consume_columns(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar, const Place& at) {
+__device__ void consume_columns(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar,
+                                const Place& at) {
   using T = typename C::T;
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
@@ -847,7 +882,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
   for (;;) {
     barrier_wait(bar.item_full(items & 1), items >> 1 & 1);
     const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + (items & 1) * 48);
-    const int& head = *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
+    const int& head =
+        *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
     if (head < 0) return;
     const int steps = (item.blocks + 1) / 2;
     const int first_row = item.start + wg * kWarpgroupRows;
@@ -887,7 +923,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
         for (int r = 0; r < 2; r++) {
           const int token = at.warp * 16 + at.g + 8 * r;
           const bool out = token < block.y || token >= block.z;
-          const int first = block.x + token - first_row - 2 * at.q;  // queries before it see nothing
+          const int first =
+              block.x + token - first_row - 2 * at.q;  // queries before it see nothing
 #pragma unroll
           for (int c = 0; c < 16; c++)
             if (out || c / 2 * 8 + c % 2 < first) s[h][c / 2 * 4 + 2 * r + c % 2] = -INFINITY;
@@ -895,7 +932,9 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       }
     };
     float before = 0.f;  // total() after the step before
-    auto exponential = [&](int h, int i, int column) { return exp2_unit(fmaf(s[h][i], scale, -m[column])); };
+    auto exponential = [&](int h, int i, int column) {
+      return exp2_unit(fmaf(s[h][i], scale, -m[column]));
+    };
     // Exponentials of block h of a step to P, their sums to l.
     auto store_half = [&](int h, uint32_t p_offset) {
 #pragma unroll
@@ -907,8 +946,9 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
           e[j] = exponential(h, 4 * c + j, column);
           l[column] += e[j];
         }
-        store_matrices<true>(p_to + p_offset + h * (kWarpgroupRows * 128) + c * 8 * 128, pack<T>(e[0], e[1]),
-                             pack<T>(e[2], e[3]), pack<T>(e[4], e[5]), pack<T>(e[6], e[7]));
+        store_matrices<true>(p_to + p_offset + h * (kWarpgroupRows * 128) + c * 8 * 128,
+                             pack<T>(e[0], e[1]), pack<T>(e[2], e[3]), pack<T>(e[4], e[5]),
+                             pack<T>(e[6], e[7]));
       }
     };
     auto total = [&] {
@@ -940,7 +980,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int i = c / 2 * 4 + c % 2;
-        const float sum = exponential(0, i, c) + exponential(0, i + 2, c) + exponential(1, i, c) + exponential(1, i + 2, c);
+        const float sum = exponential(0, i, c) + exponential(0, i + 2, c) + exponential(1, i, c) +
+                          exponential(1, i + 2, c);
         l[c] = sum < INFINITY ? fmaxf(l[c] - sum, 0.f) : 0.f;
       }
     };
@@ -957,14 +998,16 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       if (at.g == 0) {
 #pragma unroll
         for (int c = 0; c < 8; c++)
-          *reinterpret_cast<float2*>(columns + at.warp * kWarpgroupRows + 8 * c + 2 * at.q) = make_float2(top[2 * c], top[2 * c + 1]);
+          *reinterpret_cast<float2*>(columns + at.warp * kWarpgroupRows + 8 * c + 2 * at.q) =
+              make_float2(top[2 * c], top[2 * c + 1]);
       }
       warpgroup_barrier(1 + wg);
 #pragma unroll
       for (int c = 0; c < 16; c++) {
         const int column = c / 2 * 8 + 2 * at.q + c % 2;
         float t = fmaxf(columns[column], columns[kWarpgroupRows + column]);
-        t = fmaxf(t, fmaxf(columns[2 * kWarpgroupRows + column], columns[3 * kWarpgroupRows + column]));
+        t = fmaxf(
+            t, fmaxf(columns[2 * kWarpgroupRows + column], columns[3 * kWarpgroupRows + column]));
         const float moved = safe(fmaxf(m[c], t * scale));
         const float f = exp2_unit(m[c] - moved);
         m[c] = moved;
@@ -1020,12 +1063,15 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       const uint32_t p_offset = (i & 1) * C::kPBytes;
       barrier_wait(bar.k_full(kr.slot), kr.parity);
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-      const int sparse = infos[kr.slot].block[0].w + infos[kr.slot].block[1].w + kinds[2 * kr.before()] +
-                         kinds[2 * kr.before() + 1];
+      const int sparse = infos[kr.slot].block[0].w + infos[kr.slot].block[1].w +
+                         kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
       bool moved;
-      if (sparse == 4) moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
-      else if (sparse == 0) moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
-      else moved = step(any, p_offset);
+      if (sparse == 4)
+        moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
+      else if (sparse == 0)
+        moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
+      else
+        moved = step(any, p_offset);
       if (moved) {  // rare: the scores are gone, so they are computed again
         multiply_k_half(any, 0);
         multiply_k_half(any, 1);
@@ -1058,7 +1104,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     if (at.g == 0) {
 #pragma unroll
       for (int c = 0; c < 8; c++)
-        *reinterpret_cast<float2*>(columns + at.warp * kWarpgroupRows + 8 * c + 2 * at.q) = make_float2(l[2 * c], l[2 * c + 1]);
+        *reinterpret_cast<float2*>(columns + at.warp * kWarpgroupRows + 8 * c + 2 * at.q) =
+            make_float2(l[2 * c], l[2 * c + 1]);
     }
     wgmma_wait<0>();
     pin_all(o);
@@ -1068,8 +1115,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 #pragma unroll
     for (int c = 0; c < 16; c++) {
       const int column = c / 2 * 8 + 2 * at.q + c % 2;
-      const float sum = columns[column] + columns[kWarpgroupRows + column] + columns[2 * kWarpgroupRows + column] +
-                        columns[3 * kWarpgroupRows + column];
+      const float sum = columns[column] + columns[kWarpgroupRows + column] +
+                        columns[2 * kWarpgroupRows + column] + columns[3 * kWarpgroupRows + column];
       if (at.warp == 0 && at.g == 0) write_lse(p, item, head, first_row + column, m[c], sum);
       l[c] = 1.f / sum;
     }
@@ -1093,7 +1140,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 
 // Dense K and V: P stays in registers, O = P V. Everything about softmax is local to a warp.
 template <class C>
-__device__ void consume_dense(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar, const Place& at) {
+__device__ void consume_dense(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar,
+                              const Place& at) {
   using T = typename C::T;
   constexpr int kStageBytes = 2 * C::kDenseBytes;
   const int wg = at.warpgroup;
@@ -1105,7 +1153,8 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
   for (;;) {
     barrier_wait(bar.item_full(items & 1), items >> 1 & 1);
     const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + (items & 1) * 48);
-    const int& head = *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
+    const int& head =
+        *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
     if (head < 0) return;
     const int steps = (item.blocks + 1) / 2;
     const int first_row = item.start + wg * kWarpgroupRows;
@@ -1118,13 +1167,13 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     barrier_wait(bar.q_full(), items & 1);
     x.begin(smem, base, at);
 
-    auto exponentials = [&](uint4 (&to)[8]) {
+    auto exponentials = [&](uint4(&to)[8]) {
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int c = 0; c < 8; c++) to[c] = x.exponentials(c, scale, sum);
       return make_float2(sum[0] + sum[1], sum[2] + sum[3]);
     };
-    auto restart_step = [&](uint4 (&to)[8]) {
+    auto restart_step = [&](uint4(&to)[8]) {
       float factor[2];
       x.move_reference(scale, factor);
       const float2 sum = exponentials(to);
@@ -1132,7 +1181,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
 #pragma unroll
       for (int i = 0; i < C::D / 2; i++) o[i] *= factor[i / 2 % 2];
     };
-    auto multiply_v_dense = [&](int st, const uint4 (&from)[8]) {
+    auto multiply_v_dense = [&](int st, const uint4(&from)[8]) {
       const uint64_t v_desc = swizzled(base + C::kV + st * kStageBytes, 1024, kChunkBytes);
       wgmma_fence();
 #pragma unroll
@@ -1140,7 +1189,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
         wgmma_rs<T, 1, true>(o, from[k], v_desc + (k / 4 * C::kDenseBytes + k % 4 * 2048) / 16);
       wgmma_commit();
     };
-    auto step = [&](const uint4 (&before)[8], uint4 (&after)[8]) {
+    auto step = [&](const uint4(&before)[8], uint4(&after)[8]) {
       barrier_wait(bar.k_full(kr.slot), kr.parity);
       turn_begin(wg);
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
@@ -1164,7 +1213,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
       else
         x.l[0] += sum.x, x.l[1] += sum.y;
     };
-    auto finish = [&](const uint4 (&last)[8]) {
+    auto finish = [&](const uint4(&last)[8]) {
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
       multiply_v_dense(kr.before(), last);
       wgmma_wait<0>();
@@ -1212,9 +1261,12 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
 #pragma unroll
     for (int c = 0; c < C::D / 16; c++) {
       const float* d = o + 8 * c;
-      store_matrices<false>(staged + c / 4 * kRows * 128 + ((c % 4 * 2 + at.lane / 16 ^ row % 8) << 4),
-                            pack<T>(d[0] * inverse[0], d[1] * inverse[0]), pack<T>(d[2] * inverse[1], d[3] * inverse[1]),
-                            pack<T>(d[4] * inverse[0], d[5] * inverse[0]), pack<T>(d[6] * inverse[1], d[7] * inverse[1]));
+      store_matrices<false>(
+          staged + c / 4 * kRows * 128 + ((c % 4 * 2 + at.lane / 16 ^ row % 8) << 4),
+          pack<T>(d[0] * inverse[0], d[1] * inverse[0]),
+          pack<T>(d[2] * inverse[1], d[3] * inverse[1]),
+          pack<T>(d[4] * inverse[0], d[5] * inverse[0]),
+          pack<T>(d[6] * inverse[1], d[7] * inverse[1]));
     }
     warpgroup_barrier(1 + wg);
     write_rows<C>(p, item, head, smem + C::kQ + wg * kWarpgroupRows * 128, kRows * 128);
@@ -1252,10 +1304,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_dec<HS_PRODUCER_REGISTERS>();
+    registers_dec<kProducerRegisters>();
     produce<C>(p, smem, base, bar);
   } else {
-    registers_inc<HS_CONSUMER_REGISTERS>();
+    registers_inc<kConsumerRegisters>();
     const Place at = place_now();
     if constexpr (C::kMixedK)
       consume_columns<C>(p, smem, base, bar, at);
@@ -1268,39 +1320,45 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 
 // --- launch --------------------------------------------------------------------------------------
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
 
 Encode encoder() {
   static Encode found = [] {
     void* symbol = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &result);
-    return e == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(symbol) : nullptr;
+    const cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000,
+                                                           cudaEnableDefault, &result);
+    return e == cudaSuccess && result == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<Encode>(symbol)
+               : nullptr;
   }();
   return found;
 }
 
 // A [tokens, heads, D] tensor in boxes of `rows` tokens x 1 head x 64 channels, or with heads = 0 a
 // [tokens, D] one. Strides in elements. Tokens outside read as zero.
-bool encode(CUtensorMap* map, const void* data, bool half, int D, int heads, int64_t tokens, int64_t head_stride,
-            int64_t token_stride, int rows) {
+bool encode(CUtensorMap* map, const void* data, bool half, int D, int heads, int64_t tokens,
+            int64_t head_stride, int64_t token_stride, int rows) {
   const bool flat = heads == 0;
   const cuuint64_t dims[3] = {cuuint64_t(D), cuuint64_t(flat ? tokens : heads), cuuint64_t(tokens)};
-  const cuuint64_t strides[2] = {cuuint64_t(flat ? token_stride : head_stride) * 2, cuuint64_t(token_stride) * 2};
+  const cuuint64_t strides[2] = {cuuint64_t(flat ? token_stride : head_stride) * 2,
+                                 cuuint64_t(token_stride) * 2};
   const cuuint32_t box[3] = {kChunk, cuuint32_t(flat ? rows : 1), cuuint32_t(rows)};
   const cuuint32_t ones[3] = {1, 1, 1};
-  return encoder()(map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, flat ? 2 : 3,
-                   const_cast<void*>(data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  return encoder()(map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                   flat ? 2 : 3, const_cast<void*>(data), dims, strides, box, ones,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class C>
 int launch(const Params& p, int multiprocessors, cudaStream_t stream) {
-  static const cudaError_t raised =
-      cudaFuncSetAttribute(prefill_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
+  static const cudaError_t raised = cudaFuncSetAttribute(
+      prefill_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
   if (raised != cudaSuccess) return raised;
   const int grid = p.num_items < multiprocessors ? p.num_items : multiprocessors;
   prefill_kernel<C><<<grid, kThreads, C::kBytes, stream>>>(p);
@@ -1308,7 +1366,8 @@ int launch(const Params& p, int multiprocessors, cudaStream_t stream) {
 }
 
 template <class T, int D>
-int launch_kinds(const Params& p, int mixed_k, int mixed_v, int multiprocessors, cudaStream_t stream) {
+int launch_kinds(const Params& p, int mixed_k, int mixed_v, int multiprocessors,
+                 cudaStream_t stream) {
   if (mixed_k) return launch<Config<T, D, true, true>>(p, multiprocessors, stream);
   if (mixed_v) return launch<Config<T, D, false, true>>(p, multiprocessors, stream);
   return launch<Config<T, D, false, false>>(p, multiprocessors, stream);
@@ -1322,13 +1381,14 @@ int launch_kinds(const Params& p, int mixed_k, int mixed_v, int multiprocessors,
 // is dense; a sparse one then traps. Gives 0, a cudaError_t, or a negative number: -1 no driver
 // entry point, -2 a tensor map was refused, -3 no instance for this head dimension.
 HS_EXPORT int hs_prefill_attention(
-    void* out, float* lse, const void* q, const void* k, const void* v, const void* arena, long long arena_bytes,
-    const int* refs, long long refs_of_side, const int* page_table, int page_table_stride, const int* tail_first,
-    const int* tail_slots, int max_tail, const int* cu_seqlens, const int* prefix_lens, const int* tile_offsets,
-    const int* frontiers, int requests, int tiles, int tokens, int q_heads, int kv_heads, int head_dim, int dtype,
-    long long q_token_stride, long long q_head_stride, long long k_token_stride, long long k_head_stride,
-    long long v_token_stride, long long v_head_stride, float scale, int mixed_k, int mixed_v, int* workspace,
-    int multiprocessors, void* stream_handle) {
+    void* out, float* lse, const void* q, const void* k, const void* v, const void* arena,
+    long long arena_bytes, const int* refs, long long refs_of_side, const int* page_table,
+    int page_table_stride, const int* tail_first, const int* tail_slots, int max_tail,
+    const int* cu_seqlens, const int* prefix_lens, const int* tile_offsets, const int* frontiers,
+    int requests, int tiles, int tokens, int q_heads, int kv_heads, int head_dim, int dtype,
+    long long q_token_stride, long long q_head_stride, long long k_token_stride,
+    long long k_head_stride, long long v_token_stride, long long v_head_stride, float scale,
+    int mixed_k, int mixed_v, int* workspace, int multiprocessors, void* stream_handle) {
   using namespace hs;
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   if (head_dim != 64 && head_dim != 128) return -3;
@@ -1358,9 +1418,11 @@ HS_EXPORT int hs_prefill_attention(
   p.kv_heads = kv_heads;
   p.scale_log2 = scale * kLog2e;
   const Plan plan{cu_seqlens, prefix_lens, tile_offsets, frontiers, requests, tiles};
-  schedule_kernel<<<(tiles + 255) / 256, 256, 0, stream>>>(plan, reinterpret_cast<Item*>(workspace + 8), workspace);
+  schedule_kernel<<<(tiles + 255) / 256, 256, 0, stream>>>(
+      plan, reinterpret_cast<Item*>(workspace + 8), workspace);
   if (const cudaError_t e = cudaGetLastError()) return e;
-#if defined(HS_ONLY_BF16_128)  // a quick build for tuning
+#if defined(HS_SMOKE)  // one head dimension and type, to see that the source compiles
+  if (D != 128 || half) return -3;
   return launch_kinds<__nv_bfloat16, 128>(p, mixed_k, mixed_v, multiprocessors, stream);
 #else
   if (D == 64)
