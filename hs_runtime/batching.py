@@ -58,9 +58,7 @@ class BatchPlanner:
             state = work.state
             storage.finish_chunk(work)
             if not work.replay:
-                unit = self.rules.granularity(state.policy)
-                limit = min(work.end, self.rules.reuse_limit(state.policy, state.n))
-                self.insert(state, limit // unit * unit)
+                self.insert(state, self.rules.insert_limit(state.policy, work.end, state.n))
                 if work.end == state.n:
                     storage.end_of_prompt(state)
         return plan
@@ -70,7 +68,7 @@ class BatchPlanner:
         tiles = tile_count(start, work.end)
         if not work.replay:
             first = start // TILE * TILE
-            frontiers = [rules.frontier(first + i * TILE) for i in range(tiles)]
+            frontiers = [rules.frontier(first + i * TILE, work.end) for i in range(tiles)]
         elif state.policy.is_dense:
             frontiers = [start // rules.page] * tiles
         else:

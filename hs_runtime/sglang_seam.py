@@ -317,6 +317,14 @@ def _check_server_args(result: Any, self: Any, *args: Any, **kw: Any) -> Any:
             )
         return result
     problems = refusals_of(self) + environment_refusals()
+    constants = RuntimeConfig.from_env().constants
+    if constants.anchor == "chunk" and self.chunked_prefill_size != constants.chunk:
+        problems.append(
+            f"--chunked-prefill-size {self.chunked_prefill_size} cannot be served with "
+            f"anchor=chunk: chunks decide what is stored ({constants.chunk})"
+        )
+    if constants.anchor == "chunk" and constants.window >= constants.chunk:
+        problems.append(f"window {constants.window} must be below the chunk, {constants.chunk}")
     if problems:
         raise StartupRefused("; ".join(problems))
     return result
@@ -434,8 +442,6 @@ def create_backend(runner: Any) -> Any:
     if problems:
         raise StartupRefused("; ".join(problems))
     constants = RuntimeConfig.from_env().constants
-    if constants.anchor != "segment":
-        raise StartupRefused("anchor 'chunk' cannot be served yet (choose segment)")
     pool = runner.token_to_kv_pool
     compressor = Compressor(pool.block_pool, build_pruner(constants.pruner))
     logger.info("hierasparse serves with %s", constants.to_json())

@@ -63,6 +63,11 @@ def prefill_need(rules: Lifecycle, policy: SparsityPolicy, n: int, hit: int) -> 
         if not share:
             dense += rules.pages(n) - hit // rules.page
             continue
+        if rules.chunk_anchor:  # the windows of two chunks, and the sink
+            edge, window = rules.compressed_pages(n), rules.window // rules.page + 1
+            dense += min(rules.pages(n) - hit // rules.page, rules.sink_pages + 2 * window)
+            sparse += max(0, edge - max(rules.sink_pages, hit // rules.page))
+            continue
         kept, form, peak = len(rules.kept_copies(policy, n, side)), 0, 0
         for segment in range(first, last + 1):  # segments [first, segment) are complete
             unfinished = per_segment - 1
@@ -86,6 +91,9 @@ def prefill_form(rules: Lifecycle, policy: SparsityPolicy, n: int) -> Slots:
     sparse = 0
     for side in SIDES:
         share = policy.prefill.of(side)
+        if share and rules.chunk_anchor:
+            sparse += max(0, rules.compressed_pages(n) - rules.sink_pages)
+            continue
         for segment in range(rules.reuse_limit(policy, n) // rules.segment if share else 0):
             sparse += sparse_count(share, len(rules.candidates(segment)))
     return Slots(2 * rules.pages(n) - sparse, sparse)

@@ -28,12 +28,6 @@ class HieraPrefillAdder(PrefillAdder):
             return AddReqResult.OTHER
         return AddReqResult.CONTINUE
 
-    def _chunk_end(self, start: int, stop: int) -> int:
-        """Everything up to `stop`, or as many whole pages as the batch has tokens left for."""
-        if stop - start <= self.rem_chunk_tokens:
-            return stop
-        return (start + self.rem_chunk_tokens) // self.page_size * self.page_size
-
     def _add(self, req: Req, start: int, end: int, counted: int) -> None:
         req.set_extend_range(start, end)
         self.can_run_list.append(req)
@@ -50,7 +44,7 @@ class HieraPrefillAdder(PrefillAdder):
         hit, policy = len(req.prefix_indices), policy_of(req)
         max_new = req.sampling_params.max_new_tokens
         counted = min(max(max_new - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-        end = self._chunk_end(hit, n)
+        end = self.storage.rules.chunk_end(hit, n, self.rem_chunk_tokens)
         if end <= hit:
             return AddReqResult.OTHER
         if end < known and (has_chunked_req or self.new_chunked_req is not None):
@@ -91,7 +85,7 @@ class HieraPrefillAdder(PrefillAdder):
                 return None
             end = self.storage.step_end(state)
         else:
-            end = self._chunk_end(start, state.n)
+            end = self.storage.rules.chunk_end(start, state.n, self.rem_chunk_tokens)
         self._add(req, start, end, 0)
         return req if end < known else None
 

@@ -28,7 +28,17 @@ def attach_policy(req: Req, default: SparsityPolicy, constants: ServerConstants)
             req.hs_policy = SparsityPolicy.from_json(text)
         except PolicyError as error:
             req.hs_error = error.message
+    if constants.anchor == "chunk" and _has_fractions(req.hs_policy):
+        req.hs_error = (
+            f"policy {req.hs_policy.to_json()}: with anchor=chunk every number is 0.0 or 1.0 "
+            "(a block mask ranks the pages of a segment, choose anchor=segment)"
+        )
     req.extra_key = f"{req.extra_key or ''}{SEPARATOR}{namespace(req.hs_policy, constants)}"
+
+
+def _has_fractions(policy: SparsityPolicy) -> bool:
+    numbers = (phase.of(side) for phase in (policy.prefill, policy.decode) for side in (0, 1))
+    return any(0 < number < 1000 for number in numbers)
 
 
 def policy_of(req: Req) -> SparsityPolicy:
