@@ -216,19 +216,16 @@ class RequestStorage:
         for side in SIDES:
             share = state.policy.prefill.of(side)
             kept = rules.kept_copies(state.policy, state.n, side)
-            complete = end // rules.segment if share else 0
+            edge = rules.compressed_pages(end)
             for p in range(first, len(state.pages)):
                 if p < rules.sink_pages or not share:
                     slot = self._take(state, DENSE)
                     self.pool.bind_dense(side, state.pages[p], slot)
                     writes.append((p, side, slot))
-                elif p >= complete * rules.segment_pages or p in kept:
+                elif p >= edge or p in kept:
                     slot = state.tail[p, side] = self._take(state, DENSE)
                     writes.append((p, side, slot))
-            for segment in range(start // rules.segment, complete):
-                pages = rules.candidates(segment)
-                if not pages:
-                    continue
+            for pages in rules.compress_groups(start, end, state.hit) if share else ():
                 count = sparse_count(share, len(pages))
                 whole = is_fractional(share)
                 for group in [tuple(pages)] if whole else [(p,) for p in pages]:
