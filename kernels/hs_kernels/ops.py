@@ -314,11 +314,12 @@ def prefill_attention(
         from hs_kernels import cuda
 
         _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
-        return cuda.prefill_attention(
+        result: tuple[Tensor, Tensor] = cuda.prefill_attention(
             *(q, k, v, arena, refs, plan.cu_seqlens, plan.prefix_lens, plan.page_table),
             *(plan.tail_first, plan.tail_slots, plan.tile_offsets, plan.frontiers),
             *(scale, sparse_k, sparse_v),
         )
+        return result
     _require_cpu("prefill_attention", arena)
     return reference.prefill_attention(q, k, v, arena, refs, plan, scale, fmt)
 
