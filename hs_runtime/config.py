@@ -82,7 +82,8 @@ class RuntimeConfig:
     `calibration_path` is the file, `constants.calibration` the digest of its content.
     `kv_cache_bytes` is the size of the arena of all layers on one rank; 0 takes what SGLang's own
     memory profile leaves. `check_integrity` verifies the pool's conservation laws whenever the
-    scheduler is idle. `drain_seconds` bounds how long a stopping server waits for its requests.
+    scheduler is idle, `check_integrity_always` also after every planned batch (slow: for tests).
+    `drain_seconds` bounds how long a stopping server waits for its requests.
     """
 
     constants: ServerConstants = field(default_factory=ServerConstants)
@@ -99,6 +100,7 @@ class RuntimeConfig:
     drain_seconds: float = 30.0
     kv_cache_bytes: int = 0
     check_integrity: bool = True
+    check_integrity_always: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_path:

@@ -34,11 +34,11 @@ class Metrics:
     first_token_seconds: Histogram  # [preset] request received to first event of a stream
     request_seconds: Histogram  # [preset] request received to its last byte
     in_flight: Gauge  # generation requests being served
-    kv_bytes: Gauge  # [state] of the arenas of all layers, on this rank
+    kv_bytes: Gauge  # [state] of the arenas of all layers, on this rank; they add up to the arenas
     kv_blocks: Gauge  # [kind] blocks of one layer and kv head that are in use
-    dense_equivalent_bytes: Gauge  # what the used pages would take if all were dense
+    dense_equivalent_bytes: Gauge  # what the used slots would take if all were dense
     compressed_blocks: Counter  # [phase, kind] blocks given their form by a policy
-    compress_seconds: Histogram  # [phase] time of the host in planning and launching compression
+    plan_seconds: Histogram  # [phase] time of the host in planning a batch and its compression
     evicted_bytes: Counter  # taken from the prefix tree
     retractions: Counter  # [preset] requests sent back to the queue for want of bytes
 
@@ -87,15 +87,15 @@ def metrics() -> Metrics:
         ),
         dense_equivalent_bytes=Gauge(
             "hierasparse_kv_dense_equivalent_bytes",
-            "Bytes of the used pages if all were dense.",
+            "Bytes of the used slots if all were dense.",
             multiprocess_mode=live,
         ),
         compressed_blocks=Counter(
             "hierasparse_blocks", "Blocks given their form by a policy.", ["phase", "kind"]
         ),
-        compress_seconds=Histogram(
-            "hierasparse_compress_seconds",
-            "Host time in planning and launching compression.",
+        plan_seconds=Histogram(
+            "hierasparse_plan_seconds",
+            "Host time in planning a batch and its compression.",
             ["phase"],
             buckets=moments,
         ),

@@ -302,6 +302,14 @@ def _on_idle(result: Any, self: Any, *args: Any, **kw: Any) -> Any:
     return result
 
 
+def _token_info(result: Any, self: Any) -> Any:
+    """Usage in bytes, since routers read it; the counts stay page ids, which leak checks add up."""
+    pool = getattr(self.tree_cache, "block_pool", None)
+    if pool is not None:
+        result.full_token_usage = (pool.used_bytes - pool.evictable_bytes) / pool.total_bytes
+    return result
+
+
 def _default_server_args(self: Any, *args: Any, **kw: Any) -> None:
     """Before SGLang resolves its arguments: our backend implies our prefix cache."""
     if self.attention_backend == BACKEND_NAME and not self.radix_cache_backend:
@@ -364,6 +372,8 @@ def _hooks() -> dict[str, tuple[str, Any]]:
         scheduler + "get_new_batch_prefill": ("AROUND", _get_new_batch_prefill),
         scheduler + "init_req_max_new_tokens": ("AROUND", _init_max_new),
         scheduler + "on_idle": ("AFTER", _on_idle),
+        root + "managers.scheduler_components.pool_stats_observer."
+        "SchedulerPoolStatsObserver._get_token_info": ("AFTER", _token_info),
         root + "managers.utils.validate_input_length": ("AROUND", _validate_length),
         root + "models.utils.enable_fused_set_kv_buffer": ("REPLACE", _no_fused_write),
         root + "utils.common.support_triton": ("AROUND", _support_triton),
@@ -462,7 +472,12 @@ def create_radix_cache(context: Any) -> Any:
     verify()
     context.params.disable = context.disable_radix_cache
     config = RuntimeConfig.from_env()
-    return HieraRadixCache(context.params, config.constants, check=config.check_integrity)
+    return HieraRadixCache(
+        context.params,
+        config.constants,
+        check=config.check_integrity,
+        check_always=config.check_integrity_always,
+    )
 
 
 @functools.cache

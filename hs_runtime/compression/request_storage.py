@@ -6,6 +6,7 @@ through the pool's operations. The rules are `scheduler.lifecycle`, the costs `s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,7 +108,7 @@ class RequestStorage:
         self.sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
         self.active: dict[str, RequestState] = {}
         self.careful = False  # after a retraction admit only what surely completes
-        self.compressed_blocks = 0
+        self.formed: Counter[tuple[str, str]] = Counter()  # (phase, kind) -> blocks
         self.retractions = 0
         self._serial = 0
 
@@ -234,7 +235,7 @@ class RequestStorage:
                     slots = [self._take(state, kind) for kind in kinds]
                     self.pool.bind(side, [state.pages[p] for p in group], slots)
                     compress.append((side, group, tuple(slots), sparse))
-                    self._count_compressed(sparse)
+                    self._count_formed("prefill", sparse, len(group) - sparse)
                 returned += [(p, side) for p in pages if p < first and p not in kept]
         return ChunkWork(
             state, start, end, tuple(compress), tuple(writes), tuple(returned), replay=False
@@ -370,7 +371,8 @@ class RequestStorage:
         ids = [state.pages[p] for p in pages]
         refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
         self.pool.queue(Convert(side, tuple(ids), *refs))
-        self._count_compressed(count - before)
+        phase = "transition" if state.position == state.n else "decode"
+        self._count_formed(phase, count - before, 0)
         for page in ids:
             self._forget(page, side)
         kept = {id(slot) for slot in keep if slot}
@@ -427,8 +429,15 @@ class RequestStorage:
         self.active.clear()
         self.careful = False
 
-    def _count_compressed(self, slots: int) -> None:
-        self.compressed_blocks += slots * self.pool.layers * self.pool.heads
+    @property
+    def compressed_blocks(self) -> int:
+        """Blocks made sparse since the start, of all layers and heads."""
+        return sum(count for (_, kind), count in self.formed.items() if kind == "sparse")
+
+    def _count_formed(self, phase: str, sparse: int, dense: int) -> None:
+        blocks = self.pool.layers * self.pool.heads
+        self.formed[phase, "sparse"] += sparse * blocks
+        self.formed[phase, "dense"] += dense * blocks
 
     def form(self, state: RequestState) -> Slots:
         """Dense and sparse slots of the pages in the row (of a segment, counted once)."""

@@ -256,6 +256,11 @@ class BlockPool:
         return sum(self.ledger.used[kind] * size for kind, size in self.slot_bytes.items())
 
     @property
+    def evictable_bytes(self) -> int:
+        """Bytes of slots that only the unlocked part of the prefix tree holds."""
+        return sum(self.evictable[kind] * size for kind, size in self.slot_bytes.items())
+
+    @property
     def total_bytes(self) -> int:
         return self.ledger.superblocks * self.heads * self.layers * self.format.superblock_bytes
 

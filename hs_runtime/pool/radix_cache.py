@@ -31,6 +31,7 @@ from hs_runtime.batching import BatchPlanner, seq_lens_agree
 from hs_runtime.compression import RequestState, RequestStorage
 from hs_runtime.policies.policy import DENSE, ServerConstants, namespace
 from hs_runtime.pool.allocator import HieraAllocator
+from hs_runtime.pool.pool_metrics import PoolMetrics
 from hs_runtime.scheduler.lifecycle import Lifecycle
 from hs_runtime.scheduler.request_slots import namespace_digest, policy_of, report, state_of
 
@@ -39,7 +40,12 @@ class HieraRadixCache(RadixCache):
     """Prefix cache, and owner of the `RequestStorage` that it shares page ids with."""
 
     def __init__(
-        self, params: CacheInitParams, constants: ServerConstants, *, check: bool = True
+        self,
+        params: CacheInitParams,
+        constants: ServerConstants,
+        *,
+        check: bool = True,
+        check_always: bool = False,
     ) -> None:
         allocator = params.token_to_kv_pool_allocator
         if not isinstance(allocator, HieraAllocator):
@@ -59,7 +65,8 @@ class HieraRadixCache(RadixCache):
             ),
         )
         self.retracted_replays: list[Any] = []
-        self._check, self._checked = check, False
+        self._check, self._check_always, self._checked = check, check_always, False
+        self._metrics = PoolMetrics(self.block_pool) if params.enable_metrics else None
 
     def reset(self) -> None:
         super().reset()
@@ -241,9 +248,11 @@ class HieraRadixCache(RadixCache):
             return False
         ranked = sorted(self.evictable_leaves, key=self.eviction_strategy.get_priority)
         leaf = next((node for node in ranked if self._returns_bytes(node)), ranked[0])
-        pages = self.pages_of(leaf)
+        pages, before = self.pages_of(leaf), self.block_pool.used_bytes
         self.block_pool.set_idle(pages, False)
         self.allocator.free_page_ids(pages)
+        if self._metrics is not None:
+            self._metrics.evicted(before - self.block_pool.used_bytes)
         self._delete_leaf(leaf)
         self._record_remove_event(leaf)
         return True
@@ -283,23 +292,31 @@ class HieraRadixCache(RadixCache):
 
     # batches: SGLang's hooks call these around its own preparation of a batch
 
-    def _offer(self, plan: Any) -> None:
+    def _offer(self, phase: str, plan: Any, started: float) -> None:
+        assert self.storage is not None
         self._checked = False
+        if self._check_always:
+            self.check_integrity()
+        if self._metrics is not None:
+            self._metrics.planned(phase, time.perf_counter() - started)
+            self._metrics.publish(self.storage.formed)
         self.allocator.get_kvcache().offer_plan(plan)
 
     def plan_extend(self, batch: Any) -> None:
+        started = time.perf_counter()
         taken = self.allocator.last_new_pages
         rows = zip(batch.reqs, taken, strict=True)
         chunks = [(state_of(req), req.extend_range.end, pages) for req, pages in rows]
-        self._offer(self.planner.plan_extend(chunks))
+        self._offer("prefill", self.planner.plan_extend(chunks), started)
 
     def convert_due(self, batch: Any) -> None:
         self.planner.convert_due([state_of(req) for req in batch.reqs])
 
     def plan_decode(self, batch: Any) -> None:
+        started = time.perf_counter()
         states = [state_of(req) for req in batch.reqs]
         steps = list(zip(states, self.allocator.last_new_pages, strict=True))
-        self._offer(self.planner.plan_decode(steps))
+        self._offer("decode", self.planner.plan_decode(steps), started)
         if not seq_lens_agree(states, batch.seq_lens_cpu.tolist()):
             raise RuntimeError(
                 f"lengths differ: SGLang {batch.seq_lens_cpu.tolist()}, "
@@ -327,7 +344,7 @@ class HieraRadixCache(RadixCache):
             index = order.pop()
             retracted.append(batch.reqs[index])
             batch.release_req(index, len(order), server_args)
-            self.storage.note_retraction()
+            self.note_retraction(batch.reqs[index])
         aborted: list[Any] = []
         if order and not fits():
             raise RuntimeError(
@@ -338,6 +355,12 @@ class HieraRadixCache(RadixCache):
         if batch.reqs:
             ratio = NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs)
         return retracted, ratio, aborted
+
+    def note_retraction(self, req: Any) -> None:
+        assert self.storage is not None
+        self.storage.note_retraction()
+        if self._metrics is not None:
+            self._metrics.retracted(policy_of(req).preset)
 
     def limit_new_tokens(self, req: Any) -> None:
         """Caps max_new_tokens at what the arena can hold; refuses a prompt that can never fit."""
@@ -363,9 +386,13 @@ class HieraRadixCache(RadixCache):
     def check_idle(self) -> None:
         """At idle: nothing is active, and every law of the pool holds."""
         assert self.storage is not None
-        if not self._check or self._checked:
+        if self._checked:
             return
         self._checked = True  # idle comes round and round; the next batch makes it due again
+        if self._metrics is not None:
+            self._metrics.publish(self.storage.formed)
+        if not self._check:
+            return
         assert not self.storage.active, f"idle, but active: {list(self.storage.active)}"
         self.check_integrity()
 

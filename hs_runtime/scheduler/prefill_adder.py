@@ -101,5 +101,5 @@ class HieraPrefillAdder(PrefillAdder):
             tree_cache=tree,
             hisparse_coordinator=None,
         )
-        self.storage.note_retraction()
+        tree.note_retraction(req)
         self.retracted.append(req)
