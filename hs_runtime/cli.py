@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from hs_runtime.config import (
     PLUGIN_NAME,
     ConfigError,
     RuntimeConfig,
+    cache_dir,
     quiet_foreign_warnings,
     read_api_key,
     set_process_environment,
@@ -156,11 +157,23 @@ def serve(
 def doctor(
     device: Annotated[str, typer.Option(help=" | ".join(_DEVICES))] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    show_capacity: Annotated[
+        bool, typer.Option("--capacity", help="Print how many requests fit at once, by preset.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="For --capacity: a folder with a config.json.")
+    ] = DEMO_MODEL,
+    kv_cache: Annotated[
+        str, typer.Option(help="For --capacity: size of the KV cache. Default: as `serve`.")
+    ] = "",
 ) -> None:
     """Say what this machine can serve, and what would stop it (exit code 1)."""
     from hs_runtime.doctor import examine
 
     try:
+        if show_capacity:
+            _print_capacity(_device_name(device), model, kv_cache, as_json)
+            return
         report = examine(_device_name(device))
     except ConfigError as error:
         typer.secho(f"hs-runtime doctor: {error}", fg="red", err=True)
@@ -181,6 +194,30 @@ def doctor(
                 typer.echo(f"  {refusal['option']}: {refusal['legal']} ({refusal['reason']})")
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) -> None:
+    from hs_runtime.capacity import KVShape, capacity, kv_bytes_of
+
+    devices = probe_devices(device_name)
+    if not devices:
+        raise ConfigError(f"device: {device_name!r} and torch sees none")
+    path = str(cache_dir() / "models" / DEMO_MODEL_NAME) if model == DEMO_MODEL else model
+    config = _model_config(path)
+    if config is None:
+        raise ConfigError(f"model: {model!r} is no folder on this disk")
+    size = _size_bytes(kv_cache) if kv_cache else kv_bytes_of(devices[0], path, config)
+    found = capacity(KVShape.of(config, devices[0]), size, _DEFAULTS)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+        return
+    typer.echo(
+        f"{found.kv_bytes / 2**30:.2f} GiB of KV cache, {found.dense_tokens} tokens if all are "
+        f"dense. Requests at once, each with an answer of {found.answer_tokens} tokens:\n"
+    )
+    typer.echo("prompt  " + "".join(f"{name:>10}" for name in PRESETS))
+    for length, fits in found.requests.items():
+        typer.echo(f"{length >> 10:>5}K  " + "".join(f"{fits[name]:>10}" for name in PRESETS))
 
 
 def _resolve(

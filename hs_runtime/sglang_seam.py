@@ -218,7 +218,8 @@ def _resolve_memory(orig: Callable[..., Any], self: Any, *args: Any) -> Any:
     made for what they hold when all is sparse."""
     from sglang.srt.runtime_context import get_parallel
 
-    from hs_runtime.pool.kv_pool import HieraKVPool, block_format, size_pool
+    from hs_runtime.pool.kv_pool import HieraKVPool, block_format
+    from hs_runtime.pool.sizing import dense_tokens_of, size_pool
 
     config = orig(self, *args)
     runtime = RuntimeConfig.from_env()
@@ -227,8 +228,8 @@ def _resolve_memory(orig: Callable[..., Any], self: Any, *args: Any) -> Any:
     if runtime.kv_cache_bytes:
         heads = self.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
         layers = self.layer_info.num_effective_layers
-        per_page = 2 * fmt.dense_bytes * heads * layers
-        tokens = min(tokens, runtime.kv_cache_bytes // per_page * 64)
+        wanted = dense_tokens_of(fmt, runtime.kv_cache_bytes, layers=layers, heads=heads)
+        tokens = min(tokens, wanted)
     constants = runtime.constants
     spare = (constants.window + 2 * constants.segment) // 64 * config.max_running_requests
     size = size_pool(fmt, tokens, spare_pages=spare)

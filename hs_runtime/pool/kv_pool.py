@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,18 +11,11 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from hs_kernels.block_format import HEAD_DIMS, BlockFormat
 from hs_runtime.pool.block_pool import BlockPool
+from hs_runtime.pool.sizing import PoolSize
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """How SGLang's memory profile is spent: superblocks of the arena, and page ids (cheap)."""
-
-    superblocks: int
-    pages: int
 
 
 def block_format(head_dim: int, dtype: torch.dtype) -> BlockFormat:
@@ -35,14 +27,6 @@ def block_format(head_dim: int, dtype: torch.dtype) -> BlockFormat:
             f"--kv-cache-dtype {dtype} cannot be served (choose auto, bfloat16, float16 or float32)"
         )
     return BlockFormat(head_dim, _DTYPES[dtype])
-
-
-def size_pool(fmt: BlockFormat, dense_tokens: int, *, spare_pages: int, page: int = 64) -> PoolSize:
-    """An arena that holds `dense_tokens` tokens when all are dense, and page ids for twice the
-    all-sparse pages that fit it, plus `spare_pages` for windows and tails."""
-    superblocks = max(2, 2 * (dense_tokens // page) // fmt.dense_per_superblock)
-    sparse_pages = superblocks * fmt.sparse_per_superblock // 2
-    return PoolSize(superblocks, 2 * sparse_pages + spare_pages)
 
 
 class HieraKVPool(KVCache):

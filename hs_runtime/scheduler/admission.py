@@ -122,6 +122,32 @@ def decode_growth(
     return Slots(max(0, after.dense - before.dense), max(0, after.sparse - before.sparse))
 
 
+def requests_at_once(
+    rules: Lifecycle,
+    sizes: BlockSizes,
+    superblocks: int,
+    policy: SparsityPolicy,
+    n: int,
+    max_new: int,
+) -> int:
+    """Requests with prompts of n tokens that an empty arena serves at once, one after the other:
+    all but the last decode their `max_new` tokens, while the last prefills and is charged for its.
+
+    Nothing is shared between their prompts.
+    """
+    if request_need(rules, sizes, policy, n, max_new) > superblocks:
+        return 0
+    grown = decode_form(rules, policy, n).plus(decode_growth(rules, policy, n, max_new))
+    last = prefill_need(rules, policy, n, 0).plus(decode_growth(rules, policy, n, max_new))
+    low, high = 1, 2 + superblocks * sizes.sparse_per_superblock
+    while high - low > 1:
+        count = (low + high) // 2
+        others = Slots(grown.dense * (count - 1), grown.sparse * (count - 1))
+        fits = sizes.superblocks(others.plus(last)) <= superblocks
+        low, high = (count, high) if fits else (low, count)
+    return low
+
+
 def request_need(
     rules: Lifecycle, sizes: BlockSizes, policy: SparsityPolicy, n: int, max_new: int
 ) -> int:

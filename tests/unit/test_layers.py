@@ -78,6 +78,15 @@ MAY_IMPORT = {
     ),
     "hs_runtime.demo_model": FREE,
     "hs_runtime.launch": ("hs_runtime.device", *FREE),
+    "hs_runtime.capacity": (
+        "hs_runtime.device",
+        "hs_runtime.launch",
+        "hs_runtime.policies",
+        "hs_runtime.pool.sizing",
+        "hs_runtime.scheduler",
+        "hs_kernels.block_format",
+        *FREE,
+    ),
     "hs_runtime.sglang_seam": WIRING,
     "hs_runtime.spawn": WIRING,
     # Commands; the seam and the server are looked up when the command runs, not at import.

@@ -1,0 +1,102 @@
+"""How many requests a KV cache holds at once: the byte ledger asked in advance, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hs_kernels.block_format import HEAD_DIMS, BlockFormat
+from hs_runtime.config import ConfigError
+from hs_runtime.device import Device
+from hs_runtime.launch import GPU_CHUNK, memory_fraction, plan_launch, reserve_bytes
+from hs_runtime.policies import PRESETS
+from hs_runtime.policies.policy import ServerConstants
+from hs_runtime.pool.sizing import dense_tokens_of, size_pool
+from hs_runtime.scheduler.admission import BlockSizes, requests_at_once
+from hs_runtime.scheduler.lifecycle import Lifecycle
+
+LENGTHS: Final = (1 << 10, 8 << 10, 32 << 10, 128 << 10)
+ANSWER_TOKENS: Final = 256
+_DTYPES: Final = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a token's KV needs on one rank."""
+
+    format: BlockFormat
+    layers: int
+    heads: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], device: Device, ranks: int = 1) -> KVShape:
+        """From a model's config.json. Raises ConfigError for a model that cannot be served."""
+        try:
+            heads = int(config["num_attention_heads"])
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+            layers = int(config["num_hidden_layers"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"model: its config.json does not tell its KV heads ({error!r})"
+            ) from (error)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        if device.kind == "cpu":
+            dtype = "float32"
+        if head_dim not in HEAD_DIMS or dtype not in _DTYPES:
+            raise ConfigError(
+                f"model: head_dim {head_dim} of {dtype} cannot be served (choose {HEAD_DIMS} and "
+                f"{', '.join(_DTYPES)})"
+            )
+        return cls(BlockFormat(head_dim, dtype), layers, max(1, kv_heads // ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """`requests[length][preset]`: prompts of that many tokens served at once, each with an answer
+    of `answer_tokens`. `kv_bytes` is the arena of all layers on one rank."""
+
+    kv_bytes: int
+    dense_tokens: int
+    answer_tokens: int
+    requests: dict[int, dict[str, int]]
+
+
+def capacity(
+    shape: KVShape,
+    kv_bytes: int,
+    constants: ServerConstants,
+    lengths: Sequence[int] = LENGTHS,
+    answer_tokens: int = ANSWER_TOKENS,
+) -> Capacity:
+    """What the scheduler would admit to an empty cache of `kv_bytes`, by its own functions."""
+    fmt, rules = shape.format, Lifecycle.of(constants)
+    tokens = dense_tokens_of(fmt, kv_bytes, layers=shape.layers, heads=shape.heads)
+    superblocks = size_pool(fmt, tokens, spare_pages=0).superblocks
+    sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
+    requests = {
+        n: {
+            name: requests_at_once(rules, sizes, superblocks, policy, n, answer_tokens)
+            for name, policy in PRESETS.items()
+        }
+        for n in lengths
+    }
+    arena = superblocks * fmt.superblock_bytes * shape.layers * shape.heads
+    return Capacity(arena, tokens, answer_tokens, requests)
+
+
+def kv_bytes_of(device: Device, model_path: str, config: Mapping[str, Any]) -> int:
+    """What `serve` would give the KV cache: a GPU's share for weights and cache without the
+    weights on disk, or the bound for a CPU."""
+    if device.kind == "cpu":
+        return plan_launch(device, model_path, config).kv_cache_bytes
+    weights = sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(f"model: {model_path} has no *.safetensors (give --kv-cache SIZE)")
+    share = memory_fraction(device, reserve_bytes(config, GPU_CHUNK, 1), GPU_CHUNK)
+    left = int(device.total_bytes * share) - weights
+    if left <= 0:
+        raise ConfigError(f"model: its weights leave no room for a KV cache on the {device.name}")
+    return left
