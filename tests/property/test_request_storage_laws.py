@@ -14,6 +14,7 @@ import os
 import random
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,13 +112,18 @@ def run_history(
 
 def small_history(seed: int) -> Counter[str]:
     """Every fourth history is crowded: long prompts that are prefilled in small pieces while others
-    decode, in few bytes."""
+    decode, in few bytes. Every fifth follows the paper's rule."""
     rng = random.Random(seed)
-    crowded = seed % 4 == 0
+    crowded, by_chunk = seed % 4 == 0, seed % 5 == 0
     rules = Lifecycle(
         4, rng.choice([4, 4, 0, 8, 16]), rng.choice([8, 8, 4, 12, 20]), rng.choice([16, 16, 8, 24])
     )
-    policies = [some_policy(rng) for _ in range(rng.choice([1, 2, 3]))]
+    chunks = CHUNKS[:1] if crowded else CHUNKS
+    if by_chunk:
+        rules = replace(rules, segment=rng.choice([24, 32, 48]), chunk_anchor=True)
+        chunks = [rules.segment, rules.segment + 8, 2 * rules.segment]
+    count = rng.choice([1, 2, 3])
+    policies = [some_policy(rng, fractions=not by_chunk) for _ in range(count)]
     base, requests = some_tokens(rng, 120), []
     for rid in range(rng.randint(2, 7)):
         n = rng.randint(30 if crowded else 1, 90)
@@ -133,10 +139,7 @@ def small_history(seed: int) -> Counter[str]:
         growth=0.0 if crowded else rng.choice([0.0, 0.5, 1.0]),
         cached=rng.random() < 0.9,
     )
-    if crowded:
-        run_history(e, requests, rng, CHUNKS[:1], 0.3)
-    else:
-        run_history(e, requests, rng, CHUNKS, 0.7)
+    run_history(e, requests, rng, chunks, 0.3 if crowded else 0.7)
     check_answers(requests, lambda r: rules_say(rules, Hashes(), r.prompt, r.policy, r.max_new))
     return e.counts + Counter(moves=e.pool.ledger.moves)
 

@@ -44,6 +44,9 @@ class Content(Protocol):
     def sparse(self, side: int, tokens: Any) -> int:
         """What a query learns from a pruned page."""
 
+    def sparse_part(self, side: int, tokens: Any, count: int) -> int:
+        """What a query learns from the first `count` tokens of a pruned page."""
+
     def ranked(self, side: int, blocks: Sequence[Any]) -> list[int]:
         """Indices of blocks by ascending loss, ties to the lower index."""
 
@@ -62,6 +65,12 @@ class Hashes:
 
     def sparse(self, side: int, tokens: Sequence[int]) -> int:
         return mix(1, *tokens)
+
+    def sparse_part(self, side: int, tokens: Sequence[int], count: int) -> int:
+        return self.part_of(self.sparse(side, tokens), count)
+
+    def part_of(self, page: int, count: int) -> int:
+        return mix(7, page, count)
 
     def ranked(self, side: int, blocks: Sequence[Sequence[int]]) -> list[int]:
         return sorted(range(len(blocks)), key=lambda i: (mix(2, *blocks[i]) % 8, i))
@@ -106,6 +115,9 @@ class Vectors:
     def sparse(self, side: int, tokens: Any) -> int:
         return self.dense(self.pruned(side, tokens))
 
+    def sparse_part(self, side: int, tokens: Any, count: int) -> int:
+        return self.dense(self.pruned(side, tokens)[:count])
+
     def ranked(self, side: int, blocks: Sequence[Any]) -> list[int]:
         losses = [np.abs(x).sum() - np.abs(self.pruned(side, x)).sum() for x in blocks]
         return sorted(range(len(blocks)), key=lambda i: (losses[i], i))
@@ -145,14 +157,19 @@ def rules_say(
     def block(key: Any, p: int) -> Any:
         return kv[key][p * page : (p + 1) * page]
 
-    def sparse_pages(key: Any, t: int) -> set[int]:
-        """Pages that the query at t reads sparse."""
+    def sparse_pages(key: Any, t: int, end: int) -> set[int]:
+        """Pages that the query at t reads sparse; `end` is where its chunk ends."""
         side, out = key[1], set()
         share = (policy.decode if t >= n else policy.prefill).of(side)
-        first_dense = t // page - window_pages if t >= n else t // rules.segment * segment_pages
-        if t >= n and share == 1000:
+        if t >= n:
+            first_dense = t // page - window_pages
+        elif rules.chunk_anchor:
+            first_dense = (end - rules.window) // page
+        else:
+            first_dense = t // rules.segment * segment_pages
+        if share == 1000 and (t >= n or rules.chunk_anchor):
             return set(range(sink_pages, max(first_dense, 0)))
-        for segment in range(max(first_dense, 0) // segment_pages):
+        for segment in range(max(first_dense, 0) // segment_pages if share else 0):
             pages = [
                 p
                 for p in range(segment * segment_pages, (segment + 1) * segment_pages)
@@ -164,37 +181,42 @@ def rules_say(
             out |= {pages[i] for i in ranks[key, segment][:count]}
         return out
 
-    def complete_pages(key: Any, t: int) -> int:
-        """What the query at t learns from the pages before its own."""
-        place = key, t // page, t >= n
+    def reads(key: Any, t: int, end: int) -> tuple[int, int]:
+        """What the query at t learns from the pages before its own, and from its own."""
+        p, side = t // page, key[1]
+        place = key, p, t >= n, end
         if place not in learnt:
-            sparse = sparse_pages(key, t)
+            sparse = sparse_pages(key, t, end)
             views = [
-                content.sparse(key[1], block(key, p))
-                if p in sparse
-                else content.dense(block(key, p))
-                for p in range(t // page)
+                content.sparse(side, block(key, q)) if q in sparse else content.dense(block(key, q))
+                for q in range(p)
             ]
             learnt[place] = mix(6, *views)
-        return learnt[place]
+            pruned[place] = p in sparse
+        if pruned[place]:
+            return learnt[place], content.sparse_part(side, block(key, p), t % page + 1)
+        return learnt[place], content.dense(kv[key][p * page : t + 1])
 
-    t = 0
-    while t < len(tokens):
-        x = mix(3, tokens[t], t)
+    pruned: dict[Any, bool] = {}
+    start = 0
+    while start < len(tokens):
+        # A run: its keys and values are there before any of its queries reads.
+        end = min(n, (start // rules.segment + 1) * rules.segment) if start < n else start + 1
+        xs = [mix(3, tokens[t], t) for t in range(start, end)]
         for layer in range(LAYERS):
-            reads = []
-            for head in range(HEADS):
-                for side in SIDES:
-                    key = layer, side, head
-                    kv[key][t] = content.token(*key, x)
-                    reads.append(complete_pages(key, t))
-                    reads.append(content.dense(kv[key][t // page * page : t + 1]))
-            x = mix(5, x, *reads)
-        if t >= n - 1:
-            outputs.append(x)
-            if len(outputs) < max_new and x % stop:
-                tokens.append(x % VOCAB)
-        t += 1
+            keys = [(layer, side, head) for head in range(HEADS) for side in SIDES]
+            for key in keys:
+                for t in range(start, end):
+                    kv[key][t] = content.token(*key, xs[t - start])
+            xs = [
+                mix(5, xs[t - start], *(x for key in keys for x in reads(key, t, end)))
+                for t in range(start, end)
+            ]
+        start = end
+        if end >= n:
+            outputs.append(xs[-1])
+            if len(outputs) < max_new and xs[-1] % stop:
+                tokens.append(xs[-1] % VOCAB)
     return outputs
 
 
@@ -205,7 +227,11 @@ def policy(prefill: tuple[int, int], decode: tuple[int, int]) -> SparsityPolicy:
     return SparsityPolicy(Sparsity(*prefill), Sparsity(*decode))
 
 
-def some_policy(rng: random.Random) -> SparsityPolicy:
+def some_policy(rng: random.Random, *, fractions: bool = True) -> SparsityPolicy:
+    if not fractions:
+        prefill = [rng.choice([0, 1000]) for _ in SIDES]
+        decode = [max(p, rng.choice([0, 1000])) for p in prefill]
+        return policy((prefill[0], prefill[1]), (decode[0], decode[1]))
     prefill = [rng.choice(SHARES) if rng.random() < 0.5 else rng.choice([0, 1000]) for _ in SIDES]
     decode = [
         p if rng.random() < 0.4 else rng.choice([s for s in SHARES if s >= p]) for p in prefill

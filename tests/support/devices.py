@@ -76,6 +76,10 @@ class _Forward:
         """[head][page]: what refs lead to."""
         raise NotImplementedError
 
+    def part(self, layer: int, side: int, head: int, page: int, tokens: int) -> int:
+        """What is learnt through refs from the first tokens of a page."""
+        raise NotImplementedError
+
     def is_sparse(self, layer: int, side: int, page: int) -> bool:
         raise NotImplementedError
 
@@ -169,14 +173,20 @@ class _Forward:
             before: dict[tuple[int, int, int, int], int] = {}
             for t in range(a, b):
                 f, p, reads = mine[t // self.tile - a // self.tile], t // page, []
-                assert f <= p
                 for head in range(HEADS):
                     for side in SIDES:
                         if (side, head, f, p) not in before:
                             dense = [plain[side, head, q][page - 1] for q in range(f, p)]
-                            before[side, head, f, p] = mix(6, *stored[side][head][:f], *dense)
+                            before[side, head, f, p] = mix(
+                                6, *stored[side][head][: min(f, p)], *dense
+                            )
                         reads.append(before[side, head, f, p])
-                        reads.append(plain[side, head, p][t % page])
+                        if p < f:  # the chunk anchor: pages of the chunk itself are compressed
+                            reads.append(
+                                self.part(layer, side, head, page_table[r][p], t % page + 1)
+                            )
+                        else:
+                            reads.append(plain[side, head, p][t % page])
                 out.append(mix(5, xs[first + t - a], *reads))
         return out
 
@@ -184,6 +194,8 @@ class _Forward:
 class SymbolicDevice(_Forward):
     """Refs and slot contents in dictionaries. Operations are carried out one by one, in order; a
     superblock that changes hands loses its bytes."""
+
+    content: Hashes
 
     def __init__(self, rules: Lifecycle, tile: int, pool: BlockPool) -> None:
         super().__init__()
@@ -314,6 +326,13 @@ class SymbolicDevice(_Forward):
             for head in range(HEADS)
         ]
 
+    def part(self, layer: int, side: int, head: int, page: int, tokens: int) -> int:
+        ref = self.refs[layer, side, head, page]
+        value = self.memory[ref][layer, head]
+        if ref < 0:
+            return self.content.part_of(value, tokens)
+        return self.content.dense(value[:tokens])
+
     def is_sparse(self, layer: int, side: int, page: int) -> bool:
         return self.refs[layer, side, 0, page] < 0
 
@@ -389,6 +408,11 @@ class TensorDevice(_Forward):
         assert not bool(sums.isnan().any()), "bytes are read that nobody wrote"
         for page, values in zip(pages, sums.T.tolist(), strict=True):
             self.known_views[layer, side, page] = [int(value) for value in values]
+
+    def part(self, layer: int, side: int, head: int, page: int, tokens: int) -> int:
+        refs = self.pool.refs[layer, side, page : page + 1]
+        block = load_pages(self.pool.arena[layer], refs, Side(side), self.pool.format)[head]
+        return self.content.dense(block[:tokens].to(torch.float64).numpy())
 
     def is_sparse(self, layer: int, side: int, page: int) -> bool:
         return bool((self.pool.refs[layer, side, page] < 0).any())

@@ -297,8 +297,7 @@ class Engine:
                     break
                 self.waiting.remove(r)
             start = r.state.position
-            end = min(r.n, start + tokens)
-            end = end if end == r.n else end // self.rules.page * self.rules.page
+            end = self.rules.chunk_end(start, r.n, tokens)
             if end > start:
                 tokens -= end - start
                 chunks.append((r.state, end))
@@ -422,6 +421,9 @@ class Engine:
         left = (state.n - rules.window) // rules.page  # pages before it are not in the window
         for side in SIDES:
             share = state.policy.prefill.of(side)
+            if share and rules.chunk_anchor:  # also of the chunk that the prompt ends in
+                sparse += max(0, left - rules.sink_pages)
+                continue
             for segment in range(state.n // rules.segment if share else 0):
                 pages = rules.candidates(segment)
                 if share == 1000:
