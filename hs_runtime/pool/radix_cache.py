@@ -286,6 +286,9 @@ class HieraRadixCache(RadixCache):
         if pages:
             tokens = self.allocator.token_slots(pages).to(self.device, torch.int32)
             self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(tokens))), tokens)
+            # SGLang writes these into the row again when it prepares a replay's extend.
+            later = req.prefix_indices[len(tokens) :]
+            req.prefix_indices = torch.cat([tokens.to(later.device, torch.int64), later])
         self.dec_lock_ref(req.last_node)
         req.last_node, req.cache_protected_len = self.root_node, 0
         return pages
