@@ -6,9 +6,7 @@ RUNS=1000 runs more examples.
 
 from __future__ import annotations
 
-import inspect
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,6 +33,7 @@ from hs_runtime.compression.compressor import PageGroup, PageSource
 from hs_runtime.policies.pruner import MagnitudePruner
 from hs_runtime.pool import block_pool
 from hs_runtime.pool.block_pool import DENSE, SIDES, SPARSE, Arena, BlockPool, Convert, Slot
+from tests.support.breaking import break_law
 from tests.support.cases import PAGE
 
 RUNS = int(os.environ.get("RUNS", 30))
@@ -457,14 +456,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_laws_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, old, new = BROKEN[name]
-    owner_name, attribute = target.split(".")
-    owner = getattr(block_pool, owner_name)
-    code = textwrap.dedent(inspect.getsource(getattr(owner, attribute)))
-    assert old in code, f"{target} reads differently now"
-    scope = dict(vars(block_pool))
-    exec("from __future__ import annotations\n" + code.replace(old, new), scope)
-    monkeypatch.setattr(owner, attribute, scope[attribute])
+    break_law(monkeypatch, block_pool, *BROKEN[name])
     quick = settings(machine_settings, max_examples=100, phases=[Phase.generate])
     with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError)):
         run_state_machine_as_test(PagesMachine, settings=quick)

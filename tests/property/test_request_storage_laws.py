@@ -6,15 +6,11 @@ tensors have pages of 64 in a real arena, behind the compressor's and the pool's
 """
 
 from __future__ import annotations
-import __future__
 
 import functools
-import inspect
 import os
 import random
-import textwrap
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +27,7 @@ from hs_runtime.pool.block_pool import DENSE, SPARSE, BlockPool
 from hs_runtime.scheduler import admission, lifecycle
 from hs_runtime.scheduler.admission import BlockSizes, decode_form, prefill_form, prefill_need
 from hs_runtime.scheduler.lifecycle import SIDES, Lifecycle
+from tests.support.breaking import break_law
 from tests.support.contents import (
     HEADS,
     LAYERS,
@@ -45,16 +42,22 @@ from tests.support.contents import (
     some_tokens,
 )
 from tests.support.devices import SymbolicDevice, TensorDevice
+from tests.support.histories import (
+    CHUNKS,
+    F16,
+    SIZES,
+    SMALL,
+    SMALL_TILE,
+    History,
+    check_answers,
+    need_of,
+    run_history,
+    small_answer,
+    small_history,
+)
 from tests.support.tiny_engine import Engine, Request
 
 RUNS = int(os.environ.get("RUNS", 120))
-F16 = BlockFormat(64, "float16")
-SIZES = BlockSizes(F16.dense_bytes, F16.sparse_bytes, F16.superblock_bytes)
-
-# Pages of 4 tokens, and tiles of two pages as in production.
-SMALL = Lifecycle(page=4, sink=4, window=8, segment=16)
-SMALL_TILE = 8
-CHUNKS = [4, 8, 12, 16, 20, 36, 64, 200]
 
 
 @pytest.fixture
@@ -71,76 +74,20 @@ def small_engine(
 
 
 @functools.cache
-def small_answer(
+def answer(
     prompt: tuple[int, ...], chosen: SparsityPolicy, max_new: int, rules: Lifecycle = SMALL
 ) -> list[int]:
     return rules_say(rules, Hashes(), prompt, chosen, max_new)
 
 
-def check_answers(requests: list[Request], say: Any) -> None:
-    for r in requests:
-        want = say(r)
-        assert r.outputs == want[: len(r.outputs)], f"request {r.rid} ({r.policy}) differs"
-        assert r.status == "aborted" or len(r.outputs) == len(want)
-
-
-def need_of(rules: Lifecycle, sizes: BlockSizes, r: Request) -> int:
-    return admission.request_need(rules, sizes, r.policy, r.n, r.max_new)
-
-
-def run_history(
-    e: Engine, requests: list[Request], rng: random.Random, chunks: list[int], eagerness: float
-) -> None:
-    """Requests arrive, are aborted and are retracted at random; everything is checked each step.
-    Prefill comes before decode with the probability `eagerness`."""
-    pending = list(requests)
-    for _ in range(5000):
-        if not pending and not e.busy:
-            e.check_empty()
-            return
-        if pending and rng.random() < 0.4:
-            assert e.submit(pending.pop(0))
-        if rng.random() < 0.03 and e.busy:
-            e.finish(rng.choice([s.owner for s in e.running] + e.waiting), "aborted")
-        decoding = [s.owner for s in e.running if s.decoding]
-        if rng.random() < 0.03 and decoding:
-            e.retract(rng.choice(decoding))
-        e.step(rng.choice(chunks), rng.random() < eagerness)
-        e.check()
-    raise AssertionError("livelock")
-
-
-def small_history(seed: int) -> Counter[str]:
-    """Every fourth history is crowded: long prompts that are prefilled in small pieces while others
-    decode, in few bytes. Every fifth follows the paper's rule."""
+def run_small_history(seed: int) -> Counter[str]:
     rng = random.Random(seed)
-    crowded, by_chunk = seed % 4 == 0, seed % 5 == 0
-    rules = Lifecycle(
-        4, rng.choice([4, 4, 0, 8, 16]), rng.choice([8, 8, 4, 12, 20]), rng.choice([16, 16, 8, 24])
-    )
-    chunks = CHUNKS[:1] if crowded else CHUNKS
-    if by_chunk:
-        rules = replace(rules, segment=rng.choice([24, 32, 48]), chunk_anchor=True)
-        chunks = [rules.segment, rules.segment + 8, 2 * rules.segment]
-    count = rng.choice([1, 2, 3])
-    policies = [some_policy(rng, fractions=not by_chunk) for _ in range(count)]
-    base, requests = some_tokens(rng, 120), []
-    for rid in range(rng.randint(2, 7)):
-        n = rng.randint(30 if crowded else 1, 90)
-        shared = rng.randint(0, n) if rng.random() < 0.7 else n
-        prompt = base[:shared] + some_tokens(rng, n - shared)
-        requests.append(Request(rid, prompt, rng.choice(policies), rng.randint(1, 20)))
-    spare = [0, 1, 2] if crowded else [0, 0, 1, 2, 4, 20]
+    history = small_history(seed, rng)
     e = small_engine(
-        max(need_of(rules, SIZES, r) for r in requests) + rng.choice(spare),
-        rng.choice([60, 80, 200, 1000]),
-        rules,
-        overlap=rng.random() < 0.5,
-        growth=0.0 if crowded else rng.choice([0.0, 0.5, 1.0]),
-        cached=rng.random() < 0.9,
+        history.superblocks, history.pages, history.rules, cached=history.cached, **history.options
     )
-    run_history(e, requests, rng, chunks, 0.3 if crowded else 0.7)
-    check_answers(requests, lambda r: rules_say(rules, Hashes(), r.prompt, r.policy, r.max_new))
+    run_history(e, history, rng)
+    check_answers(history.requests, small_answer(history.rules))
     return e.counts + Counter(moves=e.pool.ledger.moves)
 
 
@@ -148,7 +95,7 @@ def small_history(seed: int) -> Counter[str]:
 def test_every_history_gives_the_outputs_of_the_rules() -> None:
     """Also: no leak, no slot in two uses, no forward without bytes, exact counts of sparse slots,
     kept promises, after every step. The counts say that the cases occurred."""
-    total = sum((small_history(seed) for seed in range(RUNS)), Counter[str]())
+    total = sum((run_small_history(seed) for seed in range(RUNS)), Counter[str]())
     for case in ("hit", "retract", "replay", "evict", "convert", "group", "in_place", "private",
                  "twin", "moves", "aborted"):  # fmt: skip
         assert total[case] >= RUNS // 40, (case, total)
@@ -179,17 +126,20 @@ def test_tensors_in_the_arena_follow_every_history(seed: int) -> None:
         shared = rng.randint(0, n) if rng.random() < 0.7 else n
         prompt = base[:shared] + some_tokens(rng, n - shared)
         requests.append(Request(rid, prompt, rng.choice(policies), rng.randint(1, 150)))
-    blocks = max(need_of(rules, sizes, r) for r in requests) + rng.choice([0, 0, 1, 2])
-    e = tensor_engine(
+    history = History(
         rules,
-        fmt,
-        blocks,
-        rng.choice([60, 80]),
-        overlap=rng.random() < 0.5,
-        growth=rng.choice([0.0, 0.5, 1.0]),
+        requests,
+        chunks=[64, 128, 192, 256, 320, 1000],
+        eagerness=0.7,
+        superblocks=max(need_of(rules, sizes, r) for r in requests) + rng.choice([0, 0, 1, 2]),
+        pages=rng.choice([60, 80]),
         cached=rng.random() < 0.8,
+        options={"overlap": rng.random() < 0.5, "growth": rng.choice([0.0, 0.5, 1.0])},
     )
-    run_history(e, requests, rng, [64, 128, 192, 256, 320, 1000], 0.7)
+    e = tensor_engine(
+        rules, fmt, history.superblocks, history.pages, cached=history.cached, **history.options
+    )
+    run_history(e, history, rng)
     check_answers(requests, functools.partial(tensor_answer, rules))
 
 
@@ -206,7 +156,7 @@ def test_chunk_cuts_do_not_matter(seed: int) -> None:
         r = Request(0, prompt, chosen, 6)
         assert e.submit(r)
         e.drain(rng, [cut])
-        assert r.outputs == small_answer(tuple(prompt), chosen, 6), cut
+        assert r.outputs == answer(tuple(prompt), chosen, 6), cut
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -220,7 +170,7 @@ def test_a_warm_run_equals_a_cold_run(seed: int) -> None:
         r = Request(rid, base[:shared] + some_tokens(rng, 80 - shared), chosen, 5)
         assert e.submit(r)
         e.drain(rng, CHUNKS)
-        assert r.outputs == small_answer(tuple(r.prompt), chosen, 5)
+        assert r.outputs == answer(tuple(r.prompt), chosen, 5)
         assert e.counts["hit"] == rid, "every prompt but the first finds what came before"
     e.check_empty()
 
@@ -241,7 +191,7 @@ def test_a_retracted_request_continues_as_if_it_had_not_been(seed: int) -> None:
                     pass
             e.step(rng.choice(CHUNKS))
             e.check()
-        assert r.outputs == small_answer(tuple(prompt), chosen, 14)
+        assert r.outputs == answer(tuple(prompt), chosen, 14)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -265,7 +215,7 @@ def test_decode_settings_on_one_prefix_do_not_disturb_each_other(seed: int) -> N
     e.drain(rng, CHUNKS)
     assert late.hit == min(SMALL.reuse_limit(late.policy, 75), 72), "the tree is as it was"
     for r in [*requests, late]:
-        assert r.outputs == small_answer(tuple(prompt), r.policy, 12)
+        assert r.outputs == answer(tuple(prompt), r.policy, 12)
 
 
 def plain_attention(prompt: list[int], max_new: int) -> list[int]:
@@ -305,7 +255,7 @@ def test_the_dense_policy_is_plain_attention_and_reuses_generated_tokens(seed: i
     assert e.submit(second)
     e.drain(rng, CHUNKS)
     assert second.hit == (len(first.known) - 1) // SMALL.page * SMALL.page
-    assert second.outputs == small_answer(tuple(second.prompt), second.policy, 5)
+    assert second.outputs == answer(tuple(second.prompt), second.policy, 5)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -326,7 +276,7 @@ def test_a_request_alone_fits_its_larger_form_and_one_superblock(
     r = Request(0, some_tokens(rng, n), chosen, new)
     assert e.submit(r)
     e.drain(rng, CHUNKS)
-    assert r.retractions == 0 and r.outputs == small_answer(tuple(r.prompt), chosen, new)
+    assert r.retractions == 0 and r.outputs == answer(tuple(r.prompt), chosen, new)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -337,7 +287,7 @@ def test_an_idle_engine_admits_what_fits_however_much_it_will_grow() -> None:
     e = small_engine(need_of(SMALL, SIZES, r), growth=1.0)
     assert e.submit(r)
     e.drain(random.Random(0), CHUNKS)
-    assert r.outputs == small_answer(tuple(r.prompt), chosen, 120)
+    assert r.outputs == answer(tuple(r.prompt), chosen, 120)
 
 
 def test_conversions_of_one_step_do_not_write_what_another_has_to_read() -> None:
@@ -444,35 +394,18 @@ BROKEN_ON_TENSORS = {
 }  # fmt: skip
 
 
-def break_law(
-    module: Any, target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner_name, _, attribute = target.rpartition(".")
-    owner = getattr(module, owner_name) if owner_name else module
-    code = textwrap.dedent(inspect.getsource(getattr(owner, attribute)))
-    assert old in code, f"{target} reads differently now"
-    code = code.replace(old, new)
-    scope = dict(vars(module))
-    flags = __future__.annotations.compiler_flag
-    exec(compile(code, f"<{target}>", "exec", flags=flags, dont_inherit=True), scope)
-    places = [owner] if owner_name else [lifecycle, admission, storage]
-    for place in places:
-        if hasattr(place, attribute):
-            monkeypatch.setattr(place, attribute, scope[attribute])
-
-
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_laws_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_law(*BROKEN[name], monkeypatch)
+    break_law(monkeypatch, *BROKEN[name], importers=(admission, storage))
     with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError, ValueError)):
         for seed in range(400):
-            small_history(seed)
+            run_small_history(seed)
 
 
 @pytest.mark.parametrize("name", BROKEN_ON_TENSORS)
 def test_the_laws_of_tensors_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_law(*BROKEN_ON_TENSORS[name], monkeypatch)
+    break_law(monkeypatch, *BROKEN_ON_TENSORS[name])
     with pytest.raises(AssertionError):
         test_conversions_of_one_step_do_not_write_what_another_has_to_read()
         test_a_sparser_row_shares_the_slots_of_equal_rank_with_the_tree()

@@ -33,6 +33,16 @@ class Node:
     stamp: int = 0
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a node of a prefix cache holds: pages from `first` (of the prompt) on."""
+
+    shares: Sparsity
+    first: int
+    pages: list[int]
+    locks: int
+
+
 class PrefixTree:
     """A `PrefixCache` of dictionaries, and the free page ids."""
 
@@ -53,6 +63,16 @@ class PrefixTree:
             stack += node.children.values()
             if node.parent is not None:
                 found.append(node)
+        return found
+
+    def held(self) -> list[Held]:
+        found = []
+        for shares, root in self.roots.items():
+            todo = [(child, 0) for child in root.children.values()]
+            while todo:
+                node, first = todo.pop()
+                found.append(Held(shares, first, node.pages, node.locks))
+                todo += [(child, first + len(node.pages)) for child in node.children.values()]
         return found
 
     def match(self, policy: SparsityPolicy, tokens: Sequence[int], limit: int) -> list[Node]:
@@ -190,14 +210,25 @@ class Engine:
         stop: int = STOP,
     ) -> None:
         self.rules, self.pool, self.device = rules, pool, device
-        self.tree = PrefixTree(rules, pool)
-        self.storage = RequestStorage(rules, pool, self.tree)
-        self.planner = BatchPlanner(self.storage, self._insert)
+        self.counts: Counter[str] = Counter()
+        self._build_cache()
         self.waiting: list[Request] = []
         self.overlap, self.growth, self.cached, self.stop = overlap, growth, cached, stop
         self.forwards: deque[tuple[AttnPlan, list[tuple[_Ticket, Row]]]] = deque()
-        self.counts = self.tree.counts
         self.pool.queue = self._watch(self.pool.queue)  # type: ignore[method-assign]
+
+    def _build_cache(self) -> None:
+        self.tree = PrefixTree(self.rules, self.pool)
+        self.tree.counts = self.counts
+        self.storage = RequestStorage(self.rules, self.pool, self.tree)
+        self.planner = BatchPlanner(self.storage, self._insert)
+
+    def held(self) -> list[Held]:
+        """What the prefix cache holds, node by node."""
+        return self.tree.held()
+
+    def free_pages(self) -> list[int]:
+        return self.tree.free
 
     def _insert(self, state: RequestState, limit: int) -> None:
         if self.cached:
@@ -331,19 +362,19 @@ class Engine:
         r.state, r.node, r.epoch = None, None, r.epoch + 1
 
     def retract(self, r: Request) -> None:
+        r.status, r.retractions = "waiting", r.retractions + 1
         self._release(r)
         self.storage.note_retraction()
-        r.status, r.retractions = "waiting", r.retractions + 1
         self.waiting = sorted([*self.waiting, r], key=lambda each: each.rid)
         self.counts["retract"] += 1
 
     def finish(self, r: Request, status: str) -> None:
+        r.status = status
         if status == "finished" and r.policy.is_dense:
             assert r.state is not None
             page = self.rules.page
             self._insert(r.state, (r.n + len(r.outputs) - 1) // page * page)
         self._release(r)
-        r.status = status
         self.counts[status] += 1
 
     # one step
@@ -372,47 +403,51 @@ class Engine:
 
     def check(self) -> None:
         """Conservation of slots, bytes and ids; exact counts of sparse slots; kept promises."""
-        pool, storage, rules, tree = self.pool, self.storage, self.rules, self.tree
-        pool.check_integrity(storage.tails(), tree.free)
-        owned = [page for node in tree.nodes() for page in node.pages]
+        pool, storage, rules, free = self.pool, self.storage, self.rules, self.free_pages()
+        held = self.held()
+        pool.check_integrity(storage.tails(), free)
+        owned = [page for node in held for page in node.pages]
         owned += [page for state in self.running for page in state.pages[state.protected :]]
-        assert sorted(owned + tree.free) == list(range(1, pool.pages + 1)), "page ids leak"
-        for shares, root in tree.roots.items():
-            todo = [(child, 0) for child in root.children.values()] if not shares.is_dense else []
-            while todo:
-                node, segment = todo.pop()
-                todo += [(child, segment + 1) for child in node.children.values()]
-                assert len(node.pages) == rules.segment_pages
-                for side in SIDES:
-                    want = sparse_count(shares.of(side), len(rules.candidates(segment)))
-                    got = self._slots(side, node.pages)
-                    assert sum(slot.kind == SPARSE for slot in got) == want, (segment, side)
-                    assert len(got) == len(node.pages)
+        assert sorted(owned + free) == list(range(1, pool.pages + 1)), "page ids leak"
+        for node in held:
+            if not node.shares.is_dense:
+                self._check_segments(node)
         for state in self.running:
             if state.decoding and state.position == state.n:
                 assert storage.form(state) == self._prompt_form(state)
             elif state.decoding and not state.replaying:
                 form = decode_form(rules, state.policy, state.position - 1)
                 assert storage.form(state) == form, (storage.form(state), form, state)
-        evictable = [
-            slot
-            for slot in {
-                id(s): s
-                for node in tree.nodes()
-                if not node.locks
-                for side in SIDES
-                for s in self._slots(side, node.pages)
-            }.values()
-            if slot.references == 1
-        ]
-        counted = Counter(slot.kind for slot in evictable)
+        idle = {
+            id(slot): slot
+            for node in held
+            if not node.locks
+            for side in SIDES
+            for slot in self._slots(side, node.pages)
+        }
+        counted = Counter(slot.kind for slot in idle.values() if slot.references == 1)
         assert all(counted[kind] == pool.evictable[kind] for kind in (DENSE, SPARSE))
         promised, ids = storage.reserved()
         need = Slots(pool.ledger.used[DENSE], pool.ledger.used[SPARSE]).plus(promised)
         assert pool.ledger.fits(need.dense - counted[DENSE], need.sparse - counted[SPARSE]), (
             "bytes that were promised to prefills are gone"
         )
-        assert len(tree.free) + tree.evictable_pages() >= ids, "promised page ids are gone"
+        evictable = sum(len(node.pages) for node in held if not node.locks)
+        assert storage.prefix_cache.evictable_pages() == evictable
+        assert storage.prefix_cache.free_page_count() == len(free)
+        assert len(free) + evictable >= ids, "promised page ids are gone"
+
+    def _check_segments(self, node: Held) -> None:
+        """Whole segments, each with its exact count of sparse slots."""
+        per = self.rules.segment_pages
+        assert node.first % per == 0 and len(node.pages) % per == 0
+        for start in range(0, len(node.pages), per):
+            candidates = len(self.rules.candidates((node.first + start) // per))
+            for side in SIDES:
+                slots = self._slots(side, node.pages[start : start + per])
+                assert len(slots) == per
+                want = sparse_count(node.shares.of(side), candidates)
+                assert sum(slot.kind == SPARSE for slot in slots) == want, (node, side)
 
     def _prompt_form(self, state: RequestState) -> Slots:
         """At the end of its prompt: pages of complete segments that the window has left, in the
@@ -449,7 +484,8 @@ class Engine:
         self.step(0)
         self.step(0)
         assert not self.forwards and not self.storage.active
-        while self.tree.evict_one():
+        while self.storage.prefix_cache.evict_one():
             pass
         self.check()
-        assert not any(self.pool.ledger.used.values()) and len(self.tree.free) == self.pool.pages
+        assert not any(self.pool.ledger.used.values())
+        assert len(self.free_pages()) == self.pool.pages
