@@ -22,6 +22,7 @@ PLUGIN_FILTER_VARIABLE: Final = "SGLANG_PLUGINS"  # SGLang's: which plugins it m
 BACKEND_NAME: Final = "hierasparse"
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hierasparse"
+FAULTS: Final = ("compression", "device")
 DEMO_MODEL: Final = "demo"
 
 
@@ -83,7 +84,9 @@ class RuntimeConfig:
     `kv_cache_bytes` is the size of the arena of all layers on one rank; 0 takes what SGLang's own
     memory profile leaves. `check_integrity` verifies the pool's conservation laws whenever the
     scheduler is idle, `check_integrity_always` also after every planned batch (slow: for tests).
-    `drain_seconds` bounds how long a stopping server waits for its requests.
+    `injected_fault` is for tests too: "compression:7" lets every seventh compression of a batch
+    fail, "device:7" as if the device had. `drain_seconds` bounds how long a stopping server waits
+    for its requests.
     """
 
     constants: ServerConstants = field(default_factory=ServerConstants)
@@ -101,6 +104,7 @@ class RuntimeConfig:
     kv_cache_bytes: int = 0
     check_integrity: bool = True
     check_integrity_always: bool = False
+    injected_fault: str = ""
 
     def __post_init__(self) -> None:
         if not self.model_path:
@@ -117,6 +121,11 @@ class RuntimeConfig:
         if self.kv_cache_bytes < 0:
             raise ConfigError(
                 f"kv_cache_bytes: {self.kv_cache_bytes} (0 takes what SGLang's profile leaves)"
+            )
+        kind, _, period = self.injected_fault.partition(":")
+        if self.injected_fault and (kind not in FAULTS or not period.isdecimal() or period == "0"):
+            raise ConfigError(
+                f"injected_fault: {self.injected_fault!r} ({' or '.join(FAULTS)}, ':', a number)"
             )
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):

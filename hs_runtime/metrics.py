@@ -40,6 +40,7 @@ class Metrics:
     compressed_blocks: Counter  # [phase, kind] blocks given their form by a policy
     plan_seconds: Histogram  # [phase] time of the host in planning a batch and its compression
     evicted_bytes: Counter  # taken from the prefix tree
+    compression_failures: Counter  # batches whose requests were answered 500 because of it
     retractions: Counter  # [preset] requests sent back to the queue for want of bytes
 
 
@@ -100,6 +101,9 @@ def metrics() -> Metrics:
             buckets=moments,
         ),
         evicted_bytes=Counter("hierasparse_evicted_bytes", "Bytes evicted from the prefix tree."),
+        compression_failures=Counter(
+            "hierasparse_compression_failures", "Batches that failed in compression."
+        ),
         retractions=Counter(
             "hierasparse_retractions", "Requests retracted for want of bytes.", ["preset"]
         ),

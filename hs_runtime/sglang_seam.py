@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from hs_runtime.config import BACKEND_NAME, RuntimeConfig, is_published
@@ -275,8 +276,11 @@ def _retract_decode(orig: Callable[..., Any], self: Any, server_args: Any) -> An
     return self.tree_cache.retract_decode(self, server_args)
 
 
-def _get_new_batch_prefill(orig: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
-    plan = orig(self, *args, **kw)
+def _get_new_batch_prefill(orig: Callable[..., Any], self: Any, running_batch: Any) -> Any:
+    storage = getattr(self.tree_cache, "storage", None)
+    if storage is not None and storage.has_more_room():
+        running_batch.batch_is_full = False  # SGLang asks again only when a request has ended
+    plan = orig(self, running_batch)
     retracted = getattr(self.tree_cache, "retracted_replays", None)
     while retracted:
         self._add_request_to_queue(retracted.pop(), is_retracted=True)
@@ -294,6 +298,56 @@ def _init_max_new(orig: Callable[..., Any], self: Any, req: Any) -> Any:
 def _validate_length(orig: Callable[..., Any], req: Any, *args: Any, **kw: Any) -> str | None:
     error: str | None = getattr(req, "hs_error", None) or orig(req, *args, **kw)
     return error
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBatch:
+    """Stands for the result of a batch whose requests have been answered already."""
+
+    delay_sample_func: None = None  # SGLang's loop looks at it
+
+
+def _run_batch(orig: Callable[..., Any], self: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    """A failed compression costs the requests of its batch and not the server, unless there are
+    several ranks, which must agree on what runs."""
+    from hs_runtime.pool.block_pool import CompressionError
+
+    try:
+        return orig(self, batch, *args, **kw)
+    except CompressionError as error:
+        if not _ours(batch) or self.ps.tp_size > 1:
+            raise
+        logger.exception("compression failed: %d requests are answered 500", len(batch.reqs))
+        for req in batch.reqs:
+            _fail_request(self, req, f"compression failed ({error})")
+        batch.tree_cache.withdraw_batch()
+        return FailedBatch()
+
+
+def _fail_request(scheduler: Any, req: Any, message: str) -> None:
+    """Ends a request of a batch that did not run: 500 to its client, its pages return."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    if req.finished():
+        return
+    req.finished_reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error")
+    release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+    if scheduler.chunked_req is req:
+        scheduler.chunked_req = None
+    reason = req.finished_reason.to_json()
+    scheduler.ipc_channels.send_to_tokenizer.send_output(
+        AbortReq(rid=req.rid, finished_reason=reason), req
+    )
+
+
+def _process_batch_result(
+    orig: Callable[..., Any], self: Any, batch: Any, result: Any, *args: Any, **kw: Any
+) -> Any:
+    if not isinstance(result, FailedBatch):
+        return orig(self, batch, result, *args, **kw)
+    return None
 
 
 def _on_idle(result: Any, self: Any, *args: Any, **kw: Any) -> Any:
@@ -373,6 +427,8 @@ def _hooks() -> dict[str, tuple[str, Any]]:
         scheduler + "get_new_batch_prefill": ("AROUND", _get_new_batch_prefill),
         scheduler + "init_req_max_new_tokens": ("AROUND", _init_max_new),
         scheduler + "on_idle": ("AFTER", _on_idle),
+        scheduler + "run_batch": ("AROUND", _run_batch),
+        scheduler + "process_batch_result": ("AROUND", _process_batch_result),
         root + "managers.scheduler_components.pool_stats_observer."
         "SchedulerPoolStatsObserver._get_token_info": ("AFTER", _token_info),
         root + "managers.utils.validate_input_length": ("AROUND", _validate_length),
@@ -454,7 +510,11 @@ def create_backend(runner: Any) -> Any:
         raise StartupRefused("; ".join(problems))
     constants = RuntimeConfig.from_env().constants
     pool = runner.token_to_kv_pool
-    compressor = Compressor(pool.block_pool, build_pruner(constants.pruner))
+    compressor = Compressor(
+        pool.block_pool,
+        build_pruner(constants.pruner),
+        fault=_injected_fault(RuntimeConfig.from_env().injected_fault),
+    )
     logger.info("hierasparse serves with %s", constants.to_json())
     from sglang.srt.runtime_context import get_parallel
 
@@ -465,6 +525,17 @@ def create_backend(runner: Any) -> Any:
         q_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
         max_rows=runner.req_to_token_pool.size,
     )
+
+
+def _injected_fault(text: str) -> Callable[[], None] | None:
+    """`RuntimeConfig.injected_fault` as what the compressor calls."""
+    from hs_runtime.compression.compressor import every
+
+    if not text:
+        return None
+    kind, _, period = text.partition(":")
+    error = ValueError if kind == "compression" else RuntimeError
+    return every(int(period), error(f"injected fault: {text}"))
 
 
 def create_radix_cache(context: Any) -> Any:

@@ -99,10 +99,10 @@ class HieraAttnBackend(AttentionBackend):
                 f"decode is {decoding} and {plan.prefill is None}"
             )
         if not plan.begun:
+            plan.begun = True
             self.pool.apply(plan.operations, self.compressor.convert)
             if plan.prefill is not None:
                 self.compressor.begin(plan.prefill.groups)
-            plan.begun = True
         self.plan = plan
         if decoding:
             self._fill(forward_batch.batch_size, plan, forward_batch.req_pool_indices[:rows])

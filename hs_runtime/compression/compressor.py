@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 import torch
 from torch import Tensor
@@ -12,8 +13,18 @@ from torch import Tensor
 from hs_kernels import ops
 from hs_kernels.block_format import Side
 from hs_runtime.policies.pruner import PrunedBlocks, Pruner, select
-from hs_runtime.pool.block_pool import BlockPool, Convert
+from hs_runtime.pool.block_pool import BlockPool, CompressionError, Convert
 
+# What a pruner or a shape may raise. Anything else, an error of the device above all, leaves memory
+# in an unknown state and must end the process.
+RECOVERABLE = (
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    TypeError,
+    ValueError,
+    torch.OutOfMemoryError,
+)
 CONVERSIONS_AT_ONCE = 512  # bounds the copies of blocks that wait to be written, in each layer
 
 
@@ -64,6 +75,25 @@ class _Conversions:
     new: Tensor
 
 
+@contextmanager
+def _failing_as_compression() -> Iterator[None]:
+    try:
+        yield
+    except RECOVERABLE as error:
+        raise CompressionError(f"{type(error).__name__}: {error}") from error
+
+
+def every(period: int, error: Exception) -> Callable[[], None]:
+    """A fault for tests: raises at every `period`-th call."""
+    calls = count(1)
+
+    def strike() -> None:
+        if next(calls) % period == 0:
+            raise type(error)(*error.args)
+
+    return strike
+
+
 class Compressor:
     """Turns dense pages into sparse ones: `begin` once for each batch, then `apply` for each layer.
 
@@ -75,8 +105,11 @@ class Compressor:
         pool: BlockPool,
         pruner: Pruner,
         calibration: Sequence[Mapping[str, Tensor]] | None = None,
+        *,
+        fault: Callable[[], None] | None = None,
     ) -> None:
         self.pool, self.pruner, self.calibration = pool, pruner, calibration
+        self._fault = fault
         self._singles: dict[int, _Singles] = {}
         self._groups: list[PageGroup] = []
 
@@ -108,7 +141,16 @@ class Compressor:
             )
 
     def apply(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Compresses the batch's pages of one layer from k, v [T, Hkv, D] and the dense slots."""
+        """Compresses the batch's pages of one layer from k, v [T, Hkv, D] and the dense slots.
+
+        Raises CompressionError if a block cannot be pruned or packed.
+        """
+        with _failing_as_compression():
+            if self._fault and layer == self.pool.layers - 1 and (self._singles or self._groups):
+                self._fault()
+            self._apply(layer, k, v)
+
+    def _apply(self, layer: int, k: Tensor, v: Tensor) -> None:
         for side, singles in self._singles.items():
             rows, done = (k, v)[side], 0
             for first, pages in singles.runs:
@@ -127,8 +169,14 @@ class Compressor:
         or a segment's pages to a set of slots in rank order. Must stay out of CUDA graphs.
 
         A conversion may be given bytes that an earlier one gives up, so all that are carried out
-        together are read before any of them is written.
+        together are read before any of them is written. Raises CompressionError as `apply` does.
         """
+        with _failing_as_compression():
+            if self._fault:
+                self._fault()
+            self._convert(conversions)
+
+    def _convert(self, conversions: Sequence[Convert]) -> None:
         for start in range(0, len(conversions), CONVERSIONS_AT_ONCE):
             batch = conversions[start : start + CONVERSIONS_AT_ONCE]
             single = [[c for c in batch if c.side == side and len(c.pages) == 1] for side in Side]

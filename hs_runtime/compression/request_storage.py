@@ -111,6 +111,7 @@ class RequestStorage:
         self.formed: Counter[tuple[str, str]] = Counter()  # (phase, kind) -> blocks
         self.retractions = 0
         self._serial = 0
+        self._refused_at: int | None = None
 
     # ledger
 
@@ -155,6 +156,7 @@ class RequestStorage:
         which the remaining tokens of running requests are counted. Growth counts only beside
         running requests: alone, whatever `never_fits` passed completes.
         """
+        self._refused_at = self.committed()  # until it is admitted
         rules = self.rules
         if self.careful and self.active:
             needs = [
@@ -180,7 +182,22 @@ class RequestStorage:
         ):
             return False
         pages = reserved_pages + rules.pages(n) - hit // rules.page
-        return self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() >= pages
+        if self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() < pages:
+            return False
+        self._refused_at = None
+        return True
+
+    def committed(self) -> int:
+        """Bytes of a layer and head that are held and cannot be evicted, or that running prefills
+        were promised."""
+        dense, sparse = self._used.plus(self.reserved()[0])
+        evictable = self.pool.evictable
+        return self.sizes.bytes_of((dense - evictable[DENSE], sparse - evictable[SPARSE]))
+
+    def has_more_room(self) -> bool:
+        """Whether bytes came back since a request was refused: a prefill gave up its tail, or a
+        prompt took its decode form. Requests that end are SGLang's to notice."""
+        return self._refused_at is not None and self.committed() < self._refused_at
 
     def _take(self, state: RequestState, kind: BlockKind) -> Slot:
         """One slot for a prefill: promised at admission, so eviction always makes room."""
@@ -428,6 +445,7 @@ class RequestStorage:
     def clear(self) -> None:
         self.active.clear()
         self.careful = False
+        self._refused_at = None
 
     @property
     def compressed_blocks(self) -> int:

@@ -22,6 +22,10 @@ DENSE, SPARSE = BlockKind.DENSE, BlockKind.SPARSE_2_4
 SIDES = (0, 1)
 
 
+class CompressionError(Exception):
+    """Blocks of a batch did not get their form. Its requests cannot be answered; others can."""
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """`references` are spans that hold it; `idle`: a prefix-cache node without a lock does."""
@@ -366,8 +370,12 @@ class BlockPool:
     def apply(
         self, operations: Sequence[Operation], convert: Callable[[list[Convert]], None]
     ) -> None:
-        """Carries out operations in order, runs of one kind at once. On the forward stream only."""
-        start = 0
+        """Carries out operations in order, runs of one kind at once. On the forward stream only.
+
+        A CompressionError of `convert` is raised when all are done: conversions are of the batch,
+        the others may not.
+        """
+        start, failed = 0, None
         while start < len(operations):
             kind = type(operations[start])
             stop = start + 1
@@ -386,8 +394,13 @@ class BlockPool:
             elif kind is Move:
                 self._apply_move(run[0])
             else:
-                convert(run)
+                try:
+                    convert(run)
+                except CompressionError as error:
+                    failed = error
             start = stop
+        if failed is not None:
+            raise failed
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long).to(self.device, non_blocking=True)

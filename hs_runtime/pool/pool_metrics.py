@@ -46,5 +46,8 @@ class PoolMetrics:
         """Bytes that an eviction gave back."""
         metrics().evicted_bytes.inc(returned)
 
+    def compression_failed(self) -> None:
+        metrics().compression_failures.inc()
+
     def retracted(self, preset: str) -> None:
         metrics().retractions.labels(preset).inc()

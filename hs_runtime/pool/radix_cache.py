@@ -65,6 +65,7 @@ class HieraRadixCache(RadixCache):
             ),
         )
         self.retracted_replays: list[Any] = []
+        self._fresh: list[TreeNode] = []  # made when the last batch was planned
         self._check, self._check_always, self._checked = check, check_always, False
         self._metrics = PoolMetrics(self.block_pool) if params.enable_metrics else None
 
@@ -142,6 +143,8 @@ class HieraRadixCache(RadixCache):
         child.parent = upper
         upper.children = {child.key.child_key(unit): child}
         upper.parent.children[upper.key.child_key(unit)] = upper
+        if child in self._fresh:
+            self._fresh.append(upper)
         return upper
 
     # insert
@@ -175,6 +178,7 @@ class HieraRadixCache(RadixCache):
             self.block_pool.set_idle(self.pages_of(leaf), True)
             self._update_leaf_status(node)
             self._update_leaf_status(leaf)
+            self._fresh.append(leaf)
             node = leaf
         return known, node
 
@@ -248,14 +252,33 @@ class HieraRadixCache(RadixCache):
             return False
         ranked = sorted(self.evictable_leaves, key=self.eviction_strategy.get_priority)
         leaf = next((node for node in ranked if self._returns_bytes(node)), ranked[0])
-        pages, before = self.pages_of(leaf), self.block_pool.used_bytes
-        self.block_pool.set_idle(pages, False)
-        self.allocator.free_page_ids(pages)
+        before = self.block_pool.used_bytes
+        self._remove_leaf(leaf)
         if self._metrics is not None:
             self._metrics.evicted(before - self.block_pool.used_bytes)
+        return True
+
+    def _remove_leaf(self, leaf: TreeNode) -> None:
+        pages = self.pages_of(leaf)
+        self.block_pool.set_idle(pages, False)
+        self.allocator.free_page_ids(pages)
         self._delete_leaf(leaf)
         self._record_remove_event(leaf)
-        return True
+
+    def withdraw_batch(self) -> None:
+        """Removes what planning the last batch put into the tree, because it was not computed. Its
+        requests must have been released."""
+        while leaves := [node for node in self._fresh if not node.children]:
+            for leaf in leaves:
+                self._fresh.remove(leaf)
+                if leaf.parent.children.get(leaf.key.child_key(self.unit_of(leaf.key))) is leaf:
+                    self._remove_leaf(leaf)
+        if self._fresh or self.storage is None:
+            raise RuntimeError(f"{len(self._fresh)} nodes that were not computed stay in the tree")
+        if self._metrics is not None:
+            self._metrics.compression_failed()
+        if self._check:
+            self.check_integrity()
 
     def evict(self, params: EvictParams) -> EvictResult:
         start, before = time.perf_counter(), self.allocator.available_size()
@@ -307,6 +330,7 @@ class HieraRadixCache(RadixCache):
 
     def plan_extend(self, batch: Any) -> None:
         started = time.perf_counter()
+        self._fresh.clear()
         taken = self.allocator.last_new_pages
         rows = zip(batch.reqs, taken, strict=True)
         chunks = [(state_of(req), req.extend_range.end, pages) for req, pages in rows]
@@ -317,6 +341,7 @@ class HieraRadixCache(RadixCache):
 
     def plan_decode(self, batch: Any) -> None:
         started = time.perf_counter()
+        self._fresh.clear()
         states = [state_of(req) for req in batch.reqs]
         steps = list(zip(states, self.allocator.last_new_pages, strict=True))
         self._offer("decode", self.planner.plan_decode(steps), started)
@@ -411,7 +436,7 @@ class HieraRadixCache(RadixCache):
     ) -> None:
         assert self.storage is not None
         state = state_of(req)
-        if req.finished():
+        if is_insert and req.finished():  # not in the middle of its prompt
             report(req, self.describe(state))
         if is_insert and state.policy.is_dense and req.output_ids:
             tokens = req.origin_input_ids + req.output_ids

@@ -68,6 +68,9 @@ class HieraPrefillAdder(PrefillAdder):
         )
         self.storage.open(state)
         req.hs_state = state
+        # SGLang counts one log-probability as sent if it retracts a request before its first token.
+        sent = min(req.send_output_token_logprobs_offset, len(req.output_ids))
+        req.send_output_token_logprobs_offset = sent
         self._add(req, hit, end, counted if end == known else 0)
         if end < known:
             self.new_chunked_req = req
