@@ -37,6 +37,7 @@ class Probe:
 
         plan_extend, plan_decode = BatchPlanner.plan_extend, BatchPlanner.plan_decode
         check_idle, make_private = HieraRadixCache.check_idle, HieraRadixCache.make_private
+        reset = HieraRadixCache.reset
 
         @functools.wraps(plan_extend)
         def extend(planner: Any, chunks: Any) -> Any:
@@ -57,6 +58,11 @@ class Probe:
             self.write("private", rid=state.rid, pages=state.protected)
             return make_private(tree, state)
 
+        @functools.wraps(reset)
+        def flush(tree: Any) -> None:
+            reset(tree)
+            self.write("flush")
+
         @functools.wraps(check_idle)
         def idle(tree: Any) -> None:
             check_idle(tree)
@@ -65,9 +71,11 @@ class Probe:
                 "idle",
                 checked=tree._check,
                 used=sum(pool.ledger.used.values()),
+                held_bytes=pool.used_bytes - pool.evictable_bytes,
                 evictable=sum(pool.evictable.values()),
                 superblocks=pool.ledger.superblocks,
                 free_pages=tree.free_page_count(),
+                cached_pages=tree.evictable_pages(),
                 pages=pool.pages,
                 moves=pool.ledger.moves,
                 retractions=storage.retractions,
@@ -76,6 +84,7 @@ class Probe:
 
         BatchPlanner.plan_extend, BatchPlanner.plan_decode = extend, decode
         HieraRadixCache.check_idle, HieraRadixCache.make_private = idle, private
+        HieraRadixCache.reset = flush
 
 
 def run_scheduler(*args: Any, probe: str = "", **kwargs: Any) -> None:

@@ -31,7 +31,12 @@ STRICT_CHECKS = (
     ("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1"),
     ("SGLANG_DEBUG_MEMORY_POOL", "1"),
 )
-FORCED_RETRACTION = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "3"))
+
+
+def forced_retraction(interval: int) -> tuple[tuple[str, str], ...]:
+    """SGLang's switch: every `interval` forwards the least preferred request goes back to the
+    queue, unless it is alone. At 3 that is before the token of its replay counts, so it waits."""
+    return (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", str(interval)))
 
 
 def policy(
@@ -49,7 +54,8 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One configuration. `tokens` is the size of the KV cache in dense tokens."""
+    """One configuration. `tokens` is the size of the KV cache in dense tokens, `runtime` holds
+    further fields of RuntimeConfig."""
 
     model: Path
     segment: int = 1024
@@ -58,6 +64,7 @@ class EngineOptions:
     tokens: int = 16384
     stock: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    runtime: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def server_arguments(self) -> dict[str, Any]:
@@ -73,6 +80,7 @@ class EngineOptions:
             "max_running_requests": 16,
             "log_level": "warning",
             "random_seed": 1,
+            "sleep_on_idle": True,  # or an idle engine takes a core from the one under test
         }
         if self.stock:
             backend = {"attention_backend": "torch_native", "page_size": 1}
@@ -89,7 +97,8 @@ class EngineOptions:
         env[PLUGIN_FILTER_VARIABLE] = "none" if self.stock else "hierasparse"
         if not self.stock:
             constants = ServerConstants(segment=self.segment, window=self.window)
-            env[CONFIG_VARIABLE] = RuntimeConfig(constants=constants).to_json()
+            config = RuntimeConfig(constants=constants, **dict(self.runtime))
+            env[CONFIG_VARIABLE] = config.to_json()
         return env | dict(self.environment)
 
 
@@ -241,6 +250,15 @@ class Engine:
         (answer,) = self.take_all(number, seconds)
         return answer
 
+    def answered(self, number: int) -> bool:
+        """Whether the answer has come; does not wait for it."""
+        with contextlib.suppress(queue.Empty):
+            while news := self._news.get_nowait():
+                self._answers[news["id"]] = news
+            self._ended = True
+            raise self._failed("ended")
+        return number in self._answers
+
     def run(self, *asks: Ask, seconds: float = ANSWER_SECONDS) -> list[Answer]:
         """All at once; the answers in the order of the requests."""
         numbers = [self.send(ask) for ask in asks]
@@ -289,17 +307,26 @@ class Engine:
                 time.sleep(0.002)
         raise self._failed(f"never did what was awaited in {seen} events")
 
-    def await_idle(self) -> dict[str, Any]:
-        """Waits until the scheduler has checked its books at idle, and returns them."""
-        before = len(self.events("idle"))
-        self.flush()
+    def books(self) -> dict[str, Any]:
+        """What the scheduler holds, as soon as it is idle and has checked it."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
-            idle = self.events("idle")
-            if idle and (len(idle) > before or idle[-1] == self.events()[-1]):
-                return idle[-1]
-            time.sleep(0.01)
+            last = self.events()[-1]
+            if last["kind"] == "idle":
+                return last
+            time.sleep(0.02)
         raise self._failed("never checked its books")
+
+    def assert_nothing_leaked(self) -> None:
+        """At idle only the prefix cache holds anything, and without it nothing is left."""
+        books = self.books()
+        assert books["checked"]
+        assert books["used"] == books["evictable"], books
+        assert books["free_pages"] + books["cached_pages"] == books["pages"], books
+        self.flush()
+        books = self.books()
+        assert books["used"] == books["evictable"] == books["cached_pages"] == 0, books
+        assert books["free_pages"] == books["pages"], books
 
     # end
 

@@ -47,15 +47,16 @@ class Golden:
         *,
         max_new: int = 40,
         prefix: Sequence[int] = (),
+        tries: int = TRIES,
     ) -> list[int]:
         """The first of some random continuations of `prefix` that leaves no policy a close call."""
         margin = 5e-6 if length <= 1024 else 2e-6
         chosen = list(policies)
-        for seed in range(TRIES):
+        for seed in range(tries):
             prompt = [*prefix, *token_ids(length - len(prefix), seed + 1000 * length)]
             if all(self.answer(options, p, prompt, max_new).margin > margin for p in chosen):
                 return prompt
-        raise AssertionError(f"none of {TRIES} prompts of {length} tokens is clear")
+        raise AssertionError(f"none of {tries} prompts of {length} tokens is clear")
 
 
 def assert_answer(case: str, got: Answer, want: Greedy) -> None:
