@@ -11,7 +11,7 @@ from hs_kernels.block_format import BlockFormat
 from hs_runtime.scheduler import admission
 from hs_runtime.scheduler.admission import BlockSizes
 from hs_runtime.scheduler.lifecycle import Lifecycle
-from tests.support.contents import Hashes, rules_say, some_policy, some_tokens
+from tests.support.contents import STOP, Hashes, rules_say, some_policy, some_tokens
 from tests.support.tiny_engine import Engine, Request
 
 F16 = BlockFormat(64, "float16")
@@ -106,5 +106,5 @@ def check_answers(requests: Sequence[Request], say: Callable[[Request], list[int
         assert r.status == "aborted" or len(r.outputs) == len(want)
 
 
-def small_answer(rules: Lifecycle) -> Callable[[Request], list[int]]:
-    return lambda r: rules_say(rules, Hashes(), r.prompt, r.policy, r.max_new)
+def small_answer(rules: Lifecycle, stop: int = STOP) -> Callable[[Request], list[int]]:
+    return lambda r: rules_say(rules, Hashes(), r.prompt, r.policy, r.max_new, stop)
