@@ -19,8 +19,8 @@ doctor: $(READY)       ## what this machine can serve, and what would stop it
 test: lint types       ## everything that needs no GPU; pytest's summary closes the output
 	@$(BIN)/pytest $(ARGS)
 
-check: lint types      ## the quick part: no SGLang process is started
-	@$(BIN)/pytest tests/unit tests/property $(ARGS)
+check: lint types      ## the quick part: SGLang is not imported
+	@$(BIN)/pytest tests/unit tests/property -m "not integration" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
