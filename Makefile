@@ -7,7 +7,7 @@ READY  := $(VENV)/.installed
 ARGS   ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: serve doctor test check lint types integration kernels gpu bench format clean
+.PHONY: serve doctor test check lint types integration soak kernels gpu bench format clean
 .DEFAULT_GOAL := check
 
 serve: $(READY)        ## OpenAI-compatible server on 127.0.0.1:30000; ARGS="--model PATH --port N"
@@ -30,6 +30,9 @@ types: $(READY)
 
 integration: $(READY)  ## a tiny model in a real SGLang process, over HTTP
 	$(BIN)/pytest tests/integration $(ARGS)
+
+soak: $(READY)         ## a random mix with known answers in between; ARGS="--seconds 1800"
+	$(BIN)/python -m tests.soak.soak $(ARGS)
 
 kernels: $(READY)      ## every kernel for every target (sm_80, 86, 89, 90a), into build/kernels
 	cd kernels && $(abspath $(BIN)/python) -m hs_kernels.build

@@ -63,11 +63,20 @@ class ServerProcess:
 def serving(
     model: Path, log: Path, *options: str, env: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """A server that answers /ready; the process group is gone afterwards whatever happened."""
+    """A server as a user starts it (see `running`)."""
     port = free_port()
+    with running(command(model, port, *options), port, log, env) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(
+    words: Sequence[str], port: int, log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """A server that answers /ready; the process group is gone afterwards whatever happened."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command(model, port, *options),
+            words,
             cwd=ROOT,
             env=environment(env),
             stdout=sink,
