@@ -274,7 +274,7 @@ class RequestStorage:
                 self.pool.unbind(page, side)
             self.pool.bind_dense(side, page, slot)
         state.tail, state.budget, state.decoding = {}, [0, 0], True
-        state.prompt_form = self.form(state)
+        state.prompt_form = self.form(state, state.n)
 
     # prefill to decode, decode, replay
 
@@ -457,11 +457,13 @@ class RequestStorage:
         self.formed[phase, "sparse"] += sparse * blocks
         self.formed[phase, "dense"] += dense * blocks
 
-    def form(self, state: RequestState) -> Slots:
-        """Dense and sparse slots of the pages in the row (of a segment, counted once)."""
+    def form(self, state: RequestState, tokens: int) -> Slots:
+        """Dense and sparse slots of the pages that hold the first `tokens` tokens (of a segment,
+        counted once). A step that ran ahead may have opened one page more."""
+        pages = state.pages[: self.rules.pages(tokens)]
         spans = {
             id(span): span
-            for span in (self.pool.spans[page, side] for page in state.pages for side in SIDES)
+            for span in (self.pool.spans[page, side] for page in pages for side in SIDES)
         }
         kinds = [slot.kind for span in spans.values() for slot in span.slots]
         return Slots(kinds.count(DENSE), kinds.count(SPARSE))

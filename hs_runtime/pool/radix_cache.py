@@ -437,7 +437,7 @@ class HieraRadixCache(RadixCache):
         assert self.storage is not None
         state = state_of(req)
         if is_insert and req.finished():  # not in the middle of its prompt
-            report(req, self.describe(state))
+            report(req, self.describe(state, state.n + max(0, len(req.output_ids) - 1)))
         if is_insert and state.policy.is_dense and req.output_ids:
             tokens = req.origin_input_ids + req.output_ids
             # the last token's own KV may never have been computed
@@ -450,15 +450,15 @@ class HieraRadixCache(RadixCache):
             self.dec_lock_ref(req.last_node)
         req.hs_state = None
 
-    def describe(self, state: RequestState) -> dict[str, Any]:
-        """Blocks and bytes of this rank that the request holds."""
+    def describe(self, state: RequestState, tokens: int) -> dict[str, Any]:
+        """Blocks and bytes of this rank that hold the first `tokens` tokens of the request."""
         pool, fmt = self.block_pool, self.block_pool.format
         blocks = pool.layers * pool.heads
 
         def bytes_of(dense: int, sparse: int) -> int:
             return blocks * (dense * fmt.dense_bytes + sparse * fmt.sparse_bytes)
 
-        form = self.storage.form(state) if self.storage else (0, 0)
+        form = self.storage.form(state, tokens) if self.storage else (0, 0)
         prompt = state.prompt_form or form
         return {
             "policy": state.policy.to_json(),

@@ -389,10 +389,12 @@ class Engine:
             _ = self._decode() or self._replay(tokens) or self._prefill(tokens)
         planned = len(self.forwards) > behind
         for _ in range(behind if self.overlap and planned else len(self.forwards)):
-            plan, rows = self.forwards.popleft()
-            ends = self.device.forward(plan, [row for _, row in rows])
-            for (ticket, _), x in zip(rows, ends, strict=True):
-                self._receive(ticket, x)
+            self._run(*self.forwards.popleft())
+
+    def _run(self, plan: AttnPlan, rows: list[tuple[_Ticket, Row]]) -> None:
+        ends = self.device.forward(plan, [row for _, row in rows])
+        for (ticket, _), x in zip(rows, ends, strict=True):
+            self._receive(ticket, x)
 
     def _receive(self, ticket: _Ticket, x: int) -> None:
         r = ticket.request
@@ -413,11 +415,14 @@ class Engine:
             if not node.shares.is_dense:
                 self._check_segments(node)
         for state in self.running:
-            if state.decoding and state.position == state.n:
-                assert storage.form(state) == self._prompt_form(state)
-            elif state.decoding and not state.replaying:
-                form = decode_form(rules, state.policy, state.position - 1)
-                assert storage.form(state) == form, (storage.form(state), form, state)
+            if not state.decoding or (state.replaying and state.position > state.n):
+                continue
+            kinds = [slot.kind for side in SIDES for slot in self._slots(side, state.pages)]
+            form = Slots(kinds.count(DENSE), kinds.count(SPARSE))
+            if state.position == state.n:
+                assert form == self._prompt_form(state), (form, state)
+            else:
+                assert form == decode_form(rules, state.policy, state.position - 1), (form, state)
         idle = {
             id(slot): slot
             for node in held
