@@ -221,6 +221,13 @@ class SymbolicDevice(_Forward):
             self._apply(operation)
         self._plan = plan
 
+    def fail(self, plan: AttnPlan) -> None:
+        """Carries out a forward that fails at once: what others rely on, and no conversion."""
+        for operation in plan.operations:
+            if not isinstance(operation, Convert):
+                self._apply(operation)
+        plan.begun = True
+
     def _apply(self, operation: Any) -> None:
         everywhere = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
         match operation:

@@ -7,7 +7,7 @@ its row of token slots is compared with what our storage believes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -134,9 +134,18 @@ def nodes_of(tree: HieraRadixCache) -> list[tuple[TreeNode, int]]:
 
 
 class RadixEngine(Engine):
-    """`Engine` with everything of the prefix cache replaced by the real one."""
+    """`Engine` with everything of the prefix cache replaced by the real one. Forwards for which
+    `fails()` is true fail as compression may; they cost their batch."""
 
-    def __init__(self, tree: HieraRadixCache, device: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        tree: HieraRadixCache,
+        device: Any,
+        *,
+        fails: Callable[[], bool] = lambda: False,
+        **options: Any,
+    ) -> None:
+        self.fails = fails
         self.radix, self.allocator = tree, tree.allocator
         self.rows: torch.Tensor = tree.req_to_token_pool.req_to_token
         self.free_rows = list(range(1, ROWS + 1))
@@ -265,18 +274,31 @@ class RadixEngine(Engine):
         self._planned(tickets, states)
         return True
 
+    def _run(self, plan: Any, rows: list[Any]) -> None:
+        if not self.fails():
+            super()._run(plan, rows)
+            return
+        self.device.fail(plan)  # type: ignore[attr-defined]
+        for ticket, _ in rows:
+            r = ticket.request
+            if r.state is not None and r.epoch == ticket.epoch:
+                r.status = "aborted"
+                self._release(r, insert=False)
+                self.counts["failed"] += 1
+        self.radix.withdraw_batch()
+
     def finish(self, r: Request, status: str) -> None:
         r.status = status
         self._release(r)
         self.counts[status] += 1
 
-    def _release(self, r: Request) -> None:
+    def _release(self, r: Request, insert: bool = True) -> None:
         assert isinstance(r, SchedulerRequest)
         if r.state is None:
             self.waiting.remove(r)
             return
         assert r.req_pool_idx is not None
-        insert = r.status != "waiting"
+        insert = insert and r.status != "waiting"
         self.radix.cache_finished_req(r, is_insert=insert, kv_len_to_handle=r.state.position)
         self.free_rows.append(r.req_pool_idx)
         r.state, r.req_pool_idx, r.last_node, r.epoch = None, None, None, r.epoch + 1

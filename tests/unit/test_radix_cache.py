@@ -54,7 +54,8 @@ class Served:
         self.radix = radix
         self.tree = radix.build_tree(F16, superblocks, 200, **options)
         device = SymbolicDevice(self.tree.rules, plan.TILE, self.tree.block_pool)
-        self.engine = radix.RadixEngine(self.tree, device, stop=NEVER)
+        self.failing = False
+        self.engine = radix.RadixEngine(self.tree, device, stop=NEVER, fails=lambda: self.failing)
         self.count = 0
 
     def start(self, prompt: list[int], chosen: Any, max_new: int = 1, **options: Any) -> Any:
@@ -311,6 +312,39 @@ def test_eviction_by_tokens_goes_on_until_they_are_there(radix: ModuleType) -> N
     assert not served.tree.evict_one()
 
 
+def check_that_a_failed_batch_leaves_no_trace(radix: ModuleType) -> None:
+    """Two prompts of one batch part inside what the first inserts, so that it is split; a third has
+    been served before, and one is being served."""
+    served = Served(radix)
+    prompt = tokens(600)
+    served.serve(prompt[:450], SPARSE_V)
+    running = served.start(tokens(400, seed=5), SPARSE_V, max_new=30)
+    before = served.nodes()
+    lost = [
+        radix.SchedulerRequest(served.count + i, each, SPARSE_V, 5)
+        for i, each in enumerate((other(prompt, 130), other(prompt, 130)[:400] + tokens(200)))
+    ]
+    served.count += 2
+    for request in lost:
+        assert served.engine.submit(request)
+    served.failing = True
+    served.engine.step(4096)
+    served.engine.check()
+    served.failing = False
+    assert [request.status for request in lost] == ["aborted", "aborted"]
+    pages = sum(count for _, count, _ in before)
+    assert sum(count for _, count, _ in served.nodes()) == pages, "only what was there"
+    assert sum(locks > 0 for _, _, locks in served.nodes()) == 1
+    for request in lost:
+        assert served.serve(request.prompt, SPARSE_V).hit >= 128
+    served.finish(running)
+    served.engine.check_empty()
+
+
+def test_a_failed_batch_leaves_no_trace(radix: ModuleType) -> None:
+    check_that_a_failed_batch_leaves_no_trace(radix)
+
+
 # ---- without a cache, and reports ---------------------------------------------------------------
 
 
@@ -388,6 +422,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_radix_history(radix: ModuleType, seed: int) -> Counter[str]:
+    """Without overlap some forwards fail: as in production, before anything else is planned."""
     rng = random.Random(seed)
     history = small_history(seed, rng, radix.SchedulerRequest)
     tree = radix.build_tree(
@@ -399,7 +434,10 @@ def run_radix_history(radix: ModuleType, seed: int) -> Counter[str]:
         disable=not history.cached,
     )
     device = SymbolicDevice(history.rules, SMALL_TILE, tree.block_pool)
-    e = radix.RadixEngine(tree, device, **history.options)
+    failing = not history.options["overlap"] and rng.random() < 0.5
+    e = radix.RadixEngine(
+        tree, device, fails=lambda: failing and rng.random() < 0.05, **history.options
+    )
     run_history(e, history, rng)
     check_answers(history.requests, small_answer(history.rules))
     return e.counts
@@ -408,7 +446,7 @@ def run_radix_history(radix: ModuleType, seed: int) -> Counter[str]:
 @pytest.mark.usefixtures("small_tiles")
 def test_every_history_gives_the_outputs_of_the_rules(radix: ModuleType) -> None:
     total = sum((run_radix_history(radix, seed) for seed in range(RUNS)), Counter[str]())
-    for case in ("hit", "retract", "replay", "convert", "group", "aborted"):
+    for case in ("hit", "retract", "replay", "convert", "group", "aborted", "failed"):
         assert total[case] >= RUNS // 10, (case, total)
 
 
@@ -435,6 +473,25 @@ BROKEN = {
         ("HieraRadixCache.match_prefix", "n = len(req.origin_input_ids)",
          "n = len(key) + self.rules.window"),
 }  # fmt: skip
+
+
+BROKEN_BATCH = {
+    "what a failed batch inserted stays in the tree":
+        ("HieraRadixCache.withdraw_batch", "self._remove_leaf(leaf)", "pass"),
+    "a split hides half of what a failed batch inserted":
+        ("HieraRadixCache._split_node", "self._fresh.append(upper)", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_BATCH)
+def test_a_trace_of_a_failed_batch_is_noticed(
+    name: str, radix: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hs_runtime.pool import radix_cache
+
+    break_law(monkeypatch, radix_cache, *BROKEN_BATCH[name])
+    with pytest.raises((AssertionError, RuntimeError, KeyError)):
+        check_that_a_failed_batch_leaves_no_trace(radix)
 
 
 @pytest.mark.usefixtures("small_tiles")
