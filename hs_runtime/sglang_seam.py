@@ -333,6 +333,7 @@ def _fail_request(scheduler: Any, req: Any, message: str) -> None:
     if req.finished():
         return
     req.finished_reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error")
+    req.finished_output = True  # it is sent here, not with the results of a batch before this one
     release_kv_cache(req, scheduler.tree_cache, is_insert=False)
     if scheduler.chunked_req is req:
         scheduler.chunked_req = None
