@@ -125,8 +125,9 @@ def test_the_command_prints_the_same_numbers_as_text_and_json(tmp_path: Path) ->
 
 @pytest.mark.parametrize("superblocks", [2, 5])
 def test_stranded_bytes_reach_their_bound(superblocks: int) -> None:
-    """All superblocks are taken while 8 dense and 15 sparse slots are free. Once one kind has filled
-    its own holes, its next slot is refused, and the other kind's holes lie idle: that is the most."""
+    """All superblocks are taken while 8 dense and 15 sparse slots are free. Once a kind has filled
+    its holes, its next slot is refused and the other kind's holes lie idle: that is the most.
+    """
     dense, sparse = 9 * (superblocks - 2) + 1, 1
     free_kib = superblocks * 144 - 16 * dense - 9 * sparse
     assert free_kib == 2 * 144 - 16 - 9
