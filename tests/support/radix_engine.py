@@ -1,4 +1,4 @@
-"""The tiny scheduler on the real tree, allocator and pool: importing this imports SGLang.
+"""The tiny scheduler on the real tree, adder, allocator and pool: importing this imports SGLang.
 
 Calls come in SGLang's order: match, lock, admit; page ids, then the plan; and what SGLang keeps in
 its row of token slots is compared with what our storage believes.
@@ -17,6 +17,9 @@ import torch
 from hs_runtime import spawn  # noqa: F401  (before SGLang: it prepares the process)
 
 # isort: split
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -31,6 +34,7 @@ from hs_runtime.pool.allocator import HieraAllocator
 from hs_runtime.pool.kv_pool import HieraKVPool, PoolSize
 from hs_runtime.pool.radix_cache import HieraRadixCache
 from hs_runtime.scheduler.lifecycle import Lifecycle
+from hs_runtime.scheduler.prefill_adder import HieraPrefillAdder
 from hs_runtime.scheduler.request_slots import attach_policy
 from tests.support.contents import VOCAB
 from tests.support.tiny_engine import Engine, Held, Request
@@ -58,6 +62,11 @@ class SchedulerRequest(Request):
         self.last_node: Any = None
         self.cache_protected_len = 0
         self.extend_range = SimpleNamespace(start=0, end=0)
+        self.retracted_stain, self.send_output_token_logprobs_offset = False, 0
+        self.hs_state: RequestState | None
+
+    def set_extend_range(self, start: int, end: int) -> None:
+        self.extend_range = SimpleNamespace(start=start, end=end, length=end - start)
 
     @property
     def origin_input_ids(self) -> array[int]:
@@ -133,6 +142,51 @@ def nodes_of(tree: HieraRadixCache) -> list[tuple[TreeNode, int]]:
     return found
 
 
+# SGLang's defaults, as far as a decode batch's retraction reads them.
+_ARGUMENTS = SimpleNamespace(retraction_policy="fcfs")
+
+
+_PARALLEL_PREFILL = ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled")
+
+
+class _Adder(HieraPrefillAdder):
+    """One prefill pass of an engine."""
+
+    def __init__(self, engine: RadixEngine, tokens: int) -> None:
+        decoding = [state.owner for state in engine.running if state.decoding]
+        # SGLang asks its global configuration, which no process has published here.
+        off = {name: lambda: False for name in _PARALLEL_PREFILL}
+        with patch.multiple(schedule_policy, **off):
+            super().__init__(
+                engine.rules.page,
+                engine.radix,
+                engine.allocator,
+                SimpleNamespace(reqs=decoding),
+                engine.growth,
+                rem_input_tokens=10**6,
+                rem_chunk_tokens=tokens,
+            )
+        self.engine = engine
+
+    def _retract(self, req: Any) -> None:
+        self.engine.retract(req)
+
+
+class _DecodeBatch:
+    """What retraction asks of a batch."""
+
+    def __init__(self, engine: RadixEngine, reqs: list[Any]) -> None:
+        self.engine, self.reqs = engine, reqs
+
+    _get_decode_retraction_order = staticmethod(ScheduleBatch._get_decode_retraction_order)
+
+    def release_req(self, index: int, left: int, arguments: Any) -> None:
+        self.engine.requeue(self.reqs[index])
+
+    def filter_batch(self, keep_indices: list[int]) -> None:
+        self.reqs = [self.reqs[i] for i in keep_indices]
+
+
 class RadixEngine(Engine):
     """`Engine` with everything of the prefix cache replaced by the real one. Forwards for which
     `fails()` is true fail as compression may; they cost their batch."""
@@ -149,6 +203,7 @@ class RadixEngine(Engine):
         self.radix, self.allocator = tree, tree.allocator
         self.rows: torch.Tensor = tree.req_to_token_pool.req_to_token
         self.free_rows = list(range(1, ROWS + 1))
+        self.chunked: SchedulerRequest | None = None
         # Namespaces are digests; the requests that made them say what they stand for.
         self.shares: dict[str, Sparsity] = {}
         super().__init__(tree.rules, tree.block_pool, device, cached=not tree.disable, **options)
@@ -168,33 +223,68 @@ class RadixEngine(Engine):
         free: list[int] = self.allocator.free_pages.tolist()
         return free
 
-    def _admit(self, r: Request) -> bool:
-        assert isinstance(r, SchedulerRequest) and r.extra_key is not None
+    def _replay(self, tokens: int) -> bool:
+        return False  # a replay is a chunk of the chunked request
+
+    def _prefill(self, tokens: int) -> bool:
+        """A prefill pass in SGLang's order: the chunked request first, then the queue."""
+        if tokens < self.rules.page:
+            return False
+        waiting, busy = list(self.waiting), bool(self.storage.active)
+        adder = _Adder(self, tokens)
+        if self.chunked is not None:
+            self.chunked = adder.add_chunked_req(self.chunked)
+        for r in waiting:
+            self._match(r)
+            result = adder.add_one_req(r, self.chunked is not None, None)
+            if r in adder.can_run_list:
+                self._admitted(r)
+            if result != AddReqResult.CONTINUE:
+                idle = not busy and not adder.can_run_list
+                assert not idle, f"an idle engine refuses request {r.rid}, which fits"
+                break
+        if adder.new_chunked_req is not None:
+            assert self.chunked is None
+            self.chunked = adder.new_chunked_req
+        chunks = [(r.hs_state, r.extend_range.end) for r in adder.can_run_list]
+        self.counts["replay"] += any(state.replaying for state, _ in chunks)
+        if chunks:
+            self._extend(chunks)
+        return bool(chunks)
+
+    def _match(self, r: SchedulerRequest) -> None:
+        assert r.extra_key is not None
         self.shares[r.extra_key] = r.policy.prefill
         key = RadixKey(r.full_untruncated_fill_ids[:-1], r.extra_key)
         found = self.radix.match_prefix(MatchPrefixParams(key=key, req=r))
-        hit = len(found.device_indices)
-        self.radix.inc_lock_ref(found.last_device_node)
-        counted = int((r.max_new - len(r.outputs)) * self.growth)
-        if not self.storage.admits(
-            r.policy, r.n, hit, max_new=r.max_new, counted=counted, ratio=self.growth
-        ):
-            self.radix.dec_lock_ref(found.last_device_node)
-            assert self.storage.active, f"an idle engine refuses request {r.rid}, which fits"
-            return False
-        r.hit, r.status, r.last_node = hit, "running", found.last_device_node
-        r.prefix_indices, r.cache_protected_len = found.device_indices, hit
-        pages: list[int] = r.hs_hit_pages  # type: ignore[attr-defined]
-        r.state = r.hs_state = RequestState(  # type: ignore[attr-defined]
-            str(r.rid), r.policy, r.n, len(r.known), r.max_new, r,
-            hit=hit, pages=list(pages), protected=len(pages),
-        )  # fmt: skip
+        r.last_node, r.prefix_indices = found.last_device_node, found.device_indices
+        r.cache_protected_len = len(r.prefix_indices)
+
+    def _admitted(self, r: SchedulerRequest) -> None:
+        self.waiting.remove(r)
+        r.state, r.hit, r.status = r.hs_state, len(r.prefix_indices), "running"
         r.req_pool_idx = self.free_rows.pop()
         self.rows[r.req_pool_idx] = -1
-        self.rows[r.req_pool_idx, :hit] = found.device_indices.to(torch.int32)
-        self.storage.open(r.state)
-        self.counts["hit"] += hit > 0
-        return True
+        self.counts["hit"] += r.hit > 0
+
+    def _make_room(self, states: list[RequestState]) -> None:
+        """As a decode batch that asks for its next step."""
+        reqs = [state.owner for state in states]
+        if states and not self.radix.step_fits(reqs):
+            batch = _DecodeBatch(self, reqs)
+            retracted, ratio, aborted = self.radix.retract_decode(batch, _ARGUMENTS)
+            assert retracted and not aborted and 0 < ratio <= 1
+            states[:] = [r.hs_state for r in batch.reqs]
+
+    def retract(self, r: Request) -> None:
+        self.requeue(r)
+        self.radix.note_retraction(r)
+
+    def requeue(self, r: Request) -> None:
+        r.status, r.retractions = "waiting", r.retractions + 1
+        self._release(r)
+        self.waiting = sorted([*self.waiting, r], key=lambda each: each.rid)
+        self.counts["retract"] += 1
 
     def _make_ids(self, count: int) -> None:
         short = count * self.rules.page - self.allocator.available_size()
@@ -247,7 +337,7 @@ class RadixEngine(Engine):
             assert len(r.prefix_indices) == state.position
             self.rows[r.req_pool_idx, : state.position] = r.prefix_indices.to(torch.int32)
             self.rows[r.req_pool_idx, state.position : end] = part.to(torch.int32)
-            r.extend_range = SimpleNamespace(start=state.position, end=end)
+            assert (r.extend_range.start, r.extend_range.end) == (state.position, end)
             tickets.append(self._row(state, state.position, end, [*state.pages, *new]))
         self.radix.plan_extend(SimpleNamespace(reqs=[state.owner for state in states]))
         self._planned(tickets, states)
@@ -300,6 +390,7 @@ class RadixEngine(Engine):
         assert r.req_pool_idx is not None
         insert = insert and r.status != "waiting"
         self.radix.cache_finished_req(r, is_insert=insert, kv_len_to_handle=r.state.position)
+        self.chunked = None if self.chunked is r else self.chunked
         self.free_rows.append(r.req_pool_idx)
         r.state, r.req_pool_idx, r.last_node, r.epoch = None, None, None, r.epoch + 1
         r.prefix_indices = torch.empty(0, dtype=torch.int64)
