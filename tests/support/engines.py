@@ -307,6 +307,14 @@ class Engine:
                 time.sleep(0.002)
         raise self._failed(f"never did what was awaited in {seen} events")
 
+    def await_extend(self, rid: str) -> None:
+        """Until a chunk of the request's prompt has been scheduled."""
+
+        def holds(event: dict[str, Any]) -> bool:
+            return event["kind"] == "extend" and any(row[0] == rid for row in event["rows"])
+
+        self.await_event(holds)
+
     def books(self) -> dict[str, Any]:
         """What the scheduler holds, as soon as it is idle and has checked it."""
         deadline = time.monotonic() + ANSWER_SECONDS
