@@ -25,7 +25,7 @@ RECOVERABLE = (
     ValueError,
     torch.OutOfMemoryError,
 )
-CONVERSIONS_AT_ONCE = 512  # bounds the copies of blocks that wait to be written, in each layer
+PAGES_AT_ONCE = 512  # bounds the copies of blocks that conversions read before they write
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,20 @@ class _Conversions:
     pages: Tensor
     old: Tensor
     new: Tensor
+
+
+def _batches(conversions: Sequence[Convert]) -> Iterator[list[Convert]]:
+    """In order, of at most `PAGES_AT_ONCE` pages each, or of one conversion."""
+    batch: list[Convert] = []
+    pages = 0
+    for conversion in conversions:
+        pages += len(conversion.pages)
+        if batch and pages > PAGES_AT_ONCE:
+            yield batch
+            batch, pages = [], len(conversion.pages)
+        batch.append(conversion)
+    if batch:
+        yield batch
 
 
 @contextmanager
@@ -177,8 +191,7 @@ class Compressor:
             self._convert(conversions)
 
     def _convert(self, conversions: Sequence[Convert]) -> None:
-        for start in range(0, len(conversions), CONVERSIONS_AT_ONCE):
-            batch = conversions[start : start + CONVERSIONS_AT_ONCE]
+        for batch in _batches(conversions):
             single = [[c for c in batch if c.side == side and len(c.pages) == 1] for side in Side]
             parts = [self._indices(rows) for rows in single if rows]
             segments = [self._indices([c]) for c in batch if len(c.pages) > 1]

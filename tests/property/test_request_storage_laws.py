@@ -290,7 +290,7 @@ def test_an_idle_engine_admits_what_fits_however_much_it_will_grow() -> None:
     assert r.outputs == answer(tuple(r.prompt), chosen, 120)
 
 
-def test_conversions_of_one_step_do_not_write_what_another_has_to_read() -> None:
+def check_conversions_of_one_step() -> None:
     """The first request's V gives whole superblocks to the second one's K, in the same step."""
     rules = Lifecycle(64, 64, 64, 128)
     e = tensor_engine(rules, F16, blocks=12, cached=False)
@@ -303,6 +303,14 @@ def test_conversions_of_one_step_do_not_write_what_another_has_to_read() -> None
         assert e.submit(r)
     e.drain(rng, [4000])
     check_answers(requests, functools.partial(tensor_answer, rules))
+
+
+@pytest.mark.parametrize("pages_at_once", [1, 7, 512])
+def test_conversions_of_one_step_do_not_write_what_another_has_to_read(
+    pages_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressor, "PAGES_AT_ONCE", pages_at_once)
+    check_conversions_of_one_step()
 
 
 def test_a_sparser_row_shares_the_slots_of_equal_rank_with_the_tree() -> None:
@@ -407,5 +415,5 @@ def test_the_laws_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_laws_of_tensors_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_law(monkeypatch, *BROKEN_ON_TENSORS[name])
     with pytest.raises(AssertionError):
-        test_conversions_of_one_step_do_not_write_what_another_has_to_read()
+        check_conversions_of_one_step()
         test_a_sparser_row_shares_the_slots_of_equal_rank_with_the_tree()
