@@ -68,6 +68,11 @@ def set_process_environment(settings: dict[str, str]) -> None:
     os.environ.update(settings)
 
 
+def default_process_environment(settings: dict[str, str]) -> None:
+    """The same, for variables that the user has not set."""
+    set_process_environment({k: v for k, v in settings.items() if k not in os.environ})
+
+
 def quiet_foreign_warnings() -> None:
     """Drop the UserWarnings that SGLang's imports raise in every process, about devices we do not
     use, unless the user chose what to see."""
