@@ -83,6 +83,9 @@ class _Forward:
     def is_sparse(self, layer: int, side: int, page: int) -> bool:
         raise NotImplementedError
 
+    def is_dense(self, layer: int, side: int, page: int) -> bool:
+        raise NotImplementedError
+
     def slot(self, layer: int, head: int, index: int, tokens: int) -> Any:
         """Contents of the first `tokens` tokens of a dense slot."""
         raise NotImplementedError
@@ -158,6 +161,9 @@ class _Forward:
                 assert plan.prefill.sparse[side] or not any(
                     self.is_sparse(layer, side, p) for p in page_table[r][:highest]
                 ), f"a sparse page of side {side} where the plan says there is none"
+            if not any(plan.prefill.sparse):  # a dense kernel reads all that came before by refs
+                for p in page_table[r][: -(-a // page)]:
+                    assert all(self.is_dense(layer, side, p) for side in SIDES)
             plain: dict[tuple[int, int, int], list[int]] = {}
             for p in range(lowest, -(-b // page)):
                 for side in SIDES:
@@ -343,6 +349,9 @@ class SymbolicDevice(_Forward):
     def is_sparse(self, layer: int, side: int, page: int) -> bool:
         return self.refs[layer, side, 0, page] < 0
 
+    def is_dense(self, layer: int, side: int, page: int) -> bool:
+        return all(self.refs[layer, side, head, page] > 0 for head in range(HEADS))
+
     def slot(self, layer: int, head: int, index: int, tokens: int) -> Any:
         value = self.memory[index][layer, head]
         assert len(value) >= tokens
@@ -423,6 +432,9 @@ class TensorDevice(_Forward):
 
     def is_sparse(self, layer: int, side: int, page: int) -> bool:
         return bool((self.pool.refs[layer, side, page] < 0).any())
+
+    def is_dense(self, layer: int, side: int, page: int) -> bool:
+        return bool((self.pool.refs[layer, side, page] > 0).all())
 
     def slot(self, layer: int, head: int, index: int, tokens: int) -> Any:
         return self.pool.dense_view(layer)[index, head, :tokens].to(torch.float64).numpy()
