@@ -279,8 +279,7 @@ def test_a_request_alone_fits_its_larger_form_and_one_superblock(
     assert r.retractions == 0 and r.outputs == answer(tuple(r.prompt), chosen, new)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_an_idle_engine_admits_what_fits_however_much_it_will_grow() -> None:
+def check_idle_admission() -> None:
     """A transition that shrinks the prompt pays for growth that would not fit on top of it."""
     chosen = policy((0, 0), (1000, 1000))
     r = Request(0, some_tokens(random.Random(0), 160), chosen, 120)
@@ -288,6 +287,11 @@ def test_an_idle_engine_admits_what_fits_however_much_it_will_grow() -> None:
     assert e.submit(r)
     e.drain(random.Random(0), CHUNKS)
     assert r.outputs == answer(tuple(r.prompt), chosen, 120)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_an_idle_engine_admits_what_fits_however_much_it_will_grow() -> None:
+    check_idle_admission()
 
 
 def check_conversions_of_one_step() -> None:
@@ -407,6 +411,7 @@ BROKEN_ON_TENSORS = {
 def test_the_laws_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_law(monkeypatch, *BROKEN[name], importers=(admission, storage))
     with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError, ValueError)):
+        check_idle_admission()
         for seed in range(400):
             run_small_history(seed)
 
