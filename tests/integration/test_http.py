@@ -136,6 +136,57 @@ def test_a_prompt_that_can_never_fit_names_bytes_and_tokens(
     assert fits.json()["usage"]["prompt_tokens"] == 4600
 
 
+def text_of(events: list[dict[str, Any]]) -> str:
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices)
+
+
+@pytest.mark.parametrize("name", ["dense", "fast", "max"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_says_what_the_whole_answer_says(
+    server: ServerProcess, route: str, name: str
+) -> None:
+    headers = {"HieraSparse-Policy": name}
+    whole = server.client.post(route, json=body(route, max_tokens=40), headers=headers).json()
+    (choice,) = whole["choices"]
+    streamed = server.client.post(
+        route,
+        json=body(route, max_tokens=40, stream=True, stream_options={"include_usage": True}),
+        headers=headers,
+    )
+    said = events(streamed)
+    assert text_of(said) == (choice["text"] if "text" in choice else choice["message"]["content"])
+    counts = said[-1]["usage"]["hierasparse"], whole["usage"]["hierasparse"]
+    assert counts[0] == counts[1]
+    assert said[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_usage_adds_up_the_blocks_of_all_answers(server: ServerProcess) -> None:
+    headers = {"HieraSparse-Policy": "max"}
+    one = complete(server, headers).json()
+    several = complete(server, headers, prompt=[PROMPT, PROMPT], n=2).json()
+    assert [c["text"] for c in several["choices"]] == [one["choices"][0]["text"]] * 4
+    for count in ("dense_blocks", "sparse_blocks", "kv_bytes", "dense_equivalent_bytes"):
+        assert several["usage"]["hierasparse"][count] == 4 * one["usage"]["hierasparse"][count] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer(server: ServerProcess, stream: bool) -> None:
+    headers = {"HieraSparse-Policy": "fast"}
+    text = complete(server, headers, max_tokens=40).json()["choices"][0]["text"]
+    # A letter that the answer reaches late; half of its bytes are no letters at all.
+    stop = next(c for c in text[3:] if c.isascii() and c.isprintable() and c not in text[:3])
+    response = complete(server, headers, max_tokens=40, stop=[stop], stream=stream)
+    if stream:
+        said = events(response)
+        got = text_of(said)
+        reason = [c["finish_reason"] for e in said for c in e["choices"]][-1]
+    else:
+        (choice,) = response.json()["choices"]
+        got, reason = choice["text"], choice["finish_reason"]
+    assert reason == "stop" and got == text[: text.index(stop)]
+
+
 def test_the_other_routes(server: ServerProcess) -> None:
     assert [m["id"] for m in server.client.get("/v1/models").json()["data"]] == ["tiny"]
     policies = server.client.get("/v1/policies").json()
