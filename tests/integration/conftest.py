@@ -11,6 +11,14 @@ from tests.support.checkpoints import tiny_llama
 from tests.support.engines import EngineOptions, Engines
 from tests.support.golden import Golden
 
+# Last, and in this order, since neighbours share engines and at most two run at a time.
+NEIGHBOURS = ("test_requests", "test_faults", "test_oracle", "test_invariance")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(NEIGHBOURS, start=1)}
+    items.sort(key=lambda item: places.get(item.path.stem, 0))
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

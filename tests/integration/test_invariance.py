@@ -115,13 +115,19 @@ def test_only_equal_prefill_settings_share_pages(
         assert got.cached == (setting.reused(chosen, len(setting.prompt)) if name == second else 0)
 
 
+def retracting(setting: Setting) -> EngineOptions:
+    """Sends a request back at every seventh forward, but never one that is alone."""
+    return with_environment(replace(setting.options, chunk=2048), *forced_retraction(7))
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("chunk", [512, 2048])
 def test_chunk_sizes_do_not_change_answers(
     engines: Engines, golden: Golden, setting: Setting, chunk: int, name: str
 ) -> None:
-    """1024 is the chunk of every other test of this file."""
-    chosen, engine = POLICIES[name], engines.get(replace(setting.options, chunk=chunk))
+    """The tests above have chunks of 1024."""
+    others = {512: replace(setting.options, chunk=512), 2048: retracting(setting)}
+    chosen, engine = POLICIES[name], engines.get(others[chunk])
     want = golden.answer(setting.options, chosen, setting.prompt, NEW)
     rid = f"{name}-{chunk}"
     assert_answer("cold", engine.cold(Ask(setting.prompt, chosen, NEW, rid=rid)), want)
@@ -139,7 +145,7 @@ def test_a_retracted_request_continues_as_if_it_had_not_been(
 ) -> None:
     """Beside a shorter request, which SGLang prefers, it goes back to the queue again and again, at
     other places of a page each time: cold, and then with its prefix cached."""
-    engine = engines.get(with_environment(setting.options, *forced_retraction(7)))
+    engine = engines.get(retracting(setting))
     chosen, companion = PRESETS.get(name) or POLICIES[name], PRESETS["light"]
     short = golden.prompt(setting.options, [companion], 100, max_new=100)
     engine.flush()

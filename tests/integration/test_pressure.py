@@ -41,13 +41,12 @@ def rows(engine: Engine, rid: str, *kinds: str) -> list[list[object]]:
     return [row for event in events for row in event["rows"] if row[0] == rid]
 
 
-@pytest.mark.parametrize("interval", [3, 5])
 def test_eight_requests_of_four_policies_are_retracted_while_others_are_aborted(
-    engines: Engines, golden: Golden, small: EngineOptions, interval: int
+    engines: Engines, golden: Golden, small: EngineOptions
 ) -> None:
     """One client leaves while its request waits, one between two chunks of its prompt, one while
     its answer is written. Twice: cold, and with a prefix cache."""
-    options = with_environment(strict(small, 8192), *forced_retraction(interval))
+    options = with_environment(strict(small, 8192), *forced_retraction(3))
     engine, new = engines.get(options), 40
     names = ("dense", "balanced", "max", "more")
     lengths = (130, 300, 449, 640, 700, 129, 513, 900)

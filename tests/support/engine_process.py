@@ -106,7 +106,7 @@ def run_stock_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def start(options: dict[str, Any]) -> Any:
-    """`options`: stock, probe (a file), arguments (of SGLang's ServerArgs)."""
+    """`options`: stock, probe (a file), arguments (of SGLang's ServerArgs), environment."""
     from sglang.srt.entrypoints.engine import Engine
 
     class Launcher(Engine):
@@ -156,17 +156,24 @@ async def serve(engine: Any, answers: Any) -> None:
     answers.write(json.dumps({"id": 0, "value": "ready"}) + "\n")
     while line := await reader.readline():
         order = json.loads(line)
-        if order["op"] == "stop":
-            return
         task = asyncio.create_task(answer(order))
         running.add(task)
         task.add_done_callback(running.discard)
 
 
 def main() -> None:
+    """Imports SGLang, which takes long, then waits for its options: one JSON line on stdin."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what anybody prints goes to the log
-    engine = start(json.loads(sys.argv[1]))
+    import sglang.srt.entrypoints.engine  # noqa: F401
+
+    with os.fdopen(os.dup(0), "rb", buffering=0) as orders:  # unbuffered: later lines stay there
+        line = orders.readline()
+    if not line:
+        return
+    options = json.loads(line)
+    os.environ.update(options["environment"])
+    engine = start(options)
     try:
         engine.loop.run_until_complete(serve(engine, answers))
     finally:

@@ -25,7 +25,8 @@ from hs_runtime.policies.policy import ServerConstants, Sparsity
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 420.0  # an import of SGLang takes ten seconds on an idle machine
 ANSWER_SECONDS = 300.0
-STOP_SECONDS = 20.0
+END_SECONDS = 20.0
+SOCKET_PATH_LIMIT = 80  # of 108, less the name of the socket
 STRICT_CHECKS = (
     ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1"),
     ("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1"),
@@ -89,17 +90,22 @@ class EngineOptions:
         return common | backend | dict(self.arguments)
 
     def process_environment(self) -> dict[str, str]:
-        env = {name: value for name, value in os.environ.items() if name != CONFIG_VARIABLE}
-        roots = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "server")]
-        env["PYTHONPATH"] = os.pathsep.join(roots)
-        env["PYTHONWARNINGS"] = "ignore"
-        env["OMP_NUM_THREADS"] = "1"  # small tensors: threads only cost, and wait for each other
-        env[PLUGIN_FILTER_VARIABLE] = "none" if self.stock else "hierasparse"
+        """What its processes have besides `common_environment`."""
+        env = {PLUGIN_FILTER_VARIABLE: "none" if self.stock else "hierasparse"}
         if not self.stock:
             constants = ServerConstants(segment=self.segment, window=self.window)
             config = RuntimeConfig(constants=constants, **dict(self.runtime))
             env[CONFIG_VARIABLE] = config.to_json()
         return env | dict(self.environment)
+
+
+def common_environment() -> dict[str, str]:
+    """Of every engine process, before it knows its options."""
+    env = {name: value for name, value in os.environ.items() if name != CONFIG_VARIABLE}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "server")])
+    env["PYTHONWARNINGS"] = "ignore"
+    env["OMP_NUM_THREADS"] = "1"  # small tensors: threads only cost, and wait for each other
+    return env
 
 
 @dataclass(frozen=True)
@@ -168,33 +174,50 @@ class EngineFailed(RuntimeError):
     """The engine's process ended, refused or did not answer in time; with the end of its log."""
 
 
-class Engine:
-    """A running engine. Requests may be sent from one thread and awaited in any order."""
+class Process:
+    """A process that has begun to import SGLang and waits for an engine's options."""
 
-    def __init__(self, options: EngineOptions, folder: Path) -> None:
-        self.options, self.log, self.probe = options, folder / "log", folder / "probe"
-        self.probe.touch()
-        message = {
-            "stock": options.stock,
-            "probe": str(self.probe),
-            "arguments": options.server_arguments(),
-        }
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.engine_process", json.dumps(message)],
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        env = common_environment()
+        if len(str(folder)) < SOCKET_PATH_LIMIT:
+            env["TMPDIR"] = str(folder)  # SGLang leaves its sockets behind
+        with (folder / "log").open("wb") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.engine_process"],
                 cwd=ROOT,
-                env=options.process_environment(),
+                env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
+
+
+class Engine:
+    """A running engine. Requests may be sent from one thread and awaited in any order."""
+
+    def __init__(
+        self, options: EngineOptions, folder: Path, waiting: Process | None = None
+    ) -> None:
+        waiting = waiting or Process(folder)
+        self.options, self.process = options, waiting.popen
+        self.log, self.probe = waiting.folder / "log", waiting.folder / "probe"
+        self.probe.touch()
         self._answers: dict[int, dict[str, Any]] = {}
         self._news: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._ended, self._number = False, 0
+        self._number = -1
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            self._wait(0, START_SECONDS)
+            number = self._send(
+                {
+                    "stock": options.stock,
+                    "probe": str(self.probe),
+                    "arguments": options.server_arguments(),
+                    "environment": options.process_environment(),
+                }
+            )
+            self._wait(number, START_SECONDS)
         except EngineFailed:
             self.close()
             raise
@@ -227,7 +250,6 @@ class Engine:
             except queue.Empty:
                 raise self._failed(f"did not answer within {seconds:.0f} s") from None
             if news is None:
-                self._ended = True
                 raise self._failed("ended")
             self._answers[news["id"]] = news
         answer = self._answers.pop(number)
@@ -255,7 +277,6 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             while news := self._news.get_nowait():
                 self._answers[news["id"]] = news
-            self._ended = True
             raise self._failed("ended")
         return number in self._answers
 
@@ -339,12 +360,7 @@ class Engine:
     # end
 
     def close(self) -> None:
-        """Stops the process and whatever is left of its group."""
-        if not self._ended and self.process.poll() is None:
-            with contextlib.suppress(EngineFailed, OSError):
-                self._send({"op": "stop"})
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_SECONDS)
+        """Ends the process and its children outright: an orderly end takes SGLang seconds."""
         kill_group(self.process)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -356,16 +372,26 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to the session that the process leads; its children are in it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(STOP_SECONDS)
+    process.wait(END_SECONDS)
 
 
 class Engines:
-    """Running engines by configuration; at most `limit`, the least recently used ends first."""
+    """Running engines by configuration; at most `limit`, the least recently used ends first.
+
+    One process more imports SGLang meanwhile, so that the next engine starts sooner.
+    """
 
     def __init__(self, folder: Path, limit: int = 2) -> None:
         self.folder, self.limit = folder, limit
         self._running: dict[EngineOptions, Engine] = {}
-        self._started = 0
+        self._waiting: Process | None = None
+        self._count = 0
+
+    def _next_process(self) -> Process:
+        self._count += 1
+        folder = self.folder / f"engine-{self._count}"
+        folder.mkdir()
+        return Process(folder)
 
     def get(self, options: EngineOptions) -> Engine:
         engine = self._running.pop(options, None)
@@ -374,14 +400,16 @@ class Engines:
                 engine.close()
             while len(self._running) >= self.limit:
                 self._running.pop(next(iter(self._running))).close()
-            self._started += 1
-            folder = self.folder / f"engine-{self._started}"
-            folder.mkdir()
-            engine = Engine(options, folder)
+            process, self._waiting = self._waiting or self._next_process(), None
+            engine = Engine(options, process.folder, process)
+            self._waiting = self._next_process()
         self._running[options] = engine
         return engine
 
     def close(self) -> None:
+        if self._waiting is not None:
+            kill_group(self._waiting.popen)
+            self._waiting = None
         while self._running:
             self._running.popitem()[1].close()
 
