@@ -50,26 +50,16 @@ def compress_blocks(
     fmt: BlockFormat,
     keep: Tensor | None = None,
     values: Tensor | None = None,
+    weights: Tensor | None = None,
+    means: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> None:
     """Prune blocks [N, Hkv, 64, D] and pack them into sparse slots of the arena.
 
-    `slots` int32 [N, Hkv] are sparse slot numbers; every (slot, head) may appear once. `keep`
-    (bool, shaped as blocks) is the element mask, by default the two largest |x| of four; `values`
-    (as blocks) are stored in place of the blocks. Mutates the arena uint8 [bytes].
+    `slots` int32 [N, Hkv] are sparse slot numbers above 0; every (slot, head) may appear once. The
+    rest is as in `store_blocks`.
     """
-    _check_blocks(blocks, slots, fmt, "slots")
-    _check_arena(arena)
-    _check_devices(arena, blocks=blocks, slots=slots)
-    if arena.is_cuda:
-        from hs_kernels import cuda
-
-        if values is not None and keep is None:
-            keep = reference.keep_2_4(blocks, side)  # of the blocks, not of what is stored
-        stored = blocks if values is None else values.to(fmt.torch_dtype)
-        cuda.store_blocks(stored, int(side), arena, slots, -1, keep, None, None)
-        return
-    _require_cpu("compress_blocks", arena)
-    reference.compress_blocks(blocks, side, arena, slots, fmt, keep, values)
+    store_blocks(blocks, side, arena, -slots, fmt, keep, weights, means, factor, values)
 
 
 def store_blocks(
@@ -81,6 +71,8 @@ def store_blocks(
     keep: Tensor | None = None,
     weights: Tensor | None = None,
     means: Tensor | None = None,
+    factor: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
     """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say.
 
@@ -88,37 +80,42 @@ def store_blocks(
     with adjacent channels, so that a chunk's own K and V need no copy. Mutates the arena.
 
     `keep` (bool, as blocks) or `weights` f32 [Hkv, D], which scale magnitudes by channel, replace
-    the choice by magnitude. With `means` [sparse slots, Hkv, D] in the blocks' dtype, the mean over
-    the tokens of each channel of a sparse V block goes there and is subtracted before pruning.
+    the choice by magnitude; `values` (as blocks) are stored in sparse blocks in place of the
+    blocks. With `means` [sparse slots, Hkv, D] in the blocks' dtype, the mean over the tokens
+    of each channel of a sparse V block goes there and is subtracted before pruning. `factor` f32
+    [Hkv, D, D], with `weights`, makes the kept values of K take over what is pruned: see
+    `reference.compensate`.
     """
     _check_blocks(blocks, refs, fmt, "refs")
     _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
     _check(means is None or (side == Side.V and keep is None), _CENTERED)
+    if values is not None and keep is None:
+        keep = reference.keep_2_4(blocks, side)  # of the blocks, not of what is stored
     _check_arena(arena)
     _check_devices(arena, blocks=blocks, refs=refs)
+    heads, channels = blocks.shape[1], fmt.head_dim
+    if factor is not None:
+        _check(side == Side.K and weights is not None, "compensation is of K, and takes weights")
+        _check(
+            tuple(factor.shape) == (heads, channels, channels) and factor.dtype == torch.float32,
+            f"factor is {factor.dtype} {list(factor.shape)}, not f32 {[heads, channels, channels]}",
+        )
     if arena.is_cuda:
         from hs_kernels import cuda
 
+        if factor is not None:
+            assert weights is not None
+            keep, values = reference.compensate(blocks, weights, factor)
+            weights = None
+        if values is not None:
+            cuda.store_blocks(
+                values.to(fmt.torch_dtype), int(side), arena, refs.clamp(max=0), 1, keep, None, None
+            )
+            refs, keep = refs.clamp(min=0), None  # what is left is dense
         cuda.store_blocks(blocks, int(side), arena, refs, 1, keep, weights, means)
         return
     _require_cpu("store_blocks", arena)
-    heads = blocks.shape[1]
-    n, head = (refs > 0).nonzero(as_tuple=True)
-    reference.dense_slots(arena, fmt, heads)[refs[n, head].long(), head] = blocks[n, head]
-    n, head = (refs < 0).nonzero(as_tuple=True)
-    if not n.numel():
-        return
-    slots, chosen = -refs[n, head].long(), blocks[n, head]
-    if means is not None:
-        mean = chosen.to(torch.float32).mean(1).to(chosen.dtype)
-        means[slots, head] = mean
-        chosen = (chosen.to(torch.float32) - mean[:, None].to(torch.float32)).to(chosen.dtype)
-    mask = None if keep is None else keep[n, head]
-    if weights is not None:
-        scaled = chosen.abs().to(torch.float32) * weights[head][:, None]
-        mask = reference.keep_2_4(scaled, side)
-    raw = reference.pack_blocks(chosen, side, fmt, mask)
-    reference.sparse_slots(arena, fmt, heads)[slots, head] = raw
+    reference.store_blocks(blocks, side, arena, refs, fmt, keep, weights, means, factor, values)
 
 
 def store_pages(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
@@ -196,6 +193,7 @@ def decode_attention(
     fmt: BlockFormat,
     num_splits: int = 1,
     workspace: DecodeWorkspace | None = None,
+    means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query token for each request over its mixed pages.
 
@@ -203,6 +201,8 @@ def decode_attention(
     Gives out [R, Hq, D] in q's dtype and lse f32 [R, Hq]; an empty sequence gives 0 and -inf.
     `workspace` was planned for these lengths by `plan_decode` (once for all layers); without one, a
     CUDA call plans for itself. `num_splits` is the reference's; the device splits by the plan.
+    With `means` [sparse slots, Hkv, D] a V block behind a sparse ref is what is stored there plus
+    the mean of its slot.
     """
     _check_queries(q, refs, fmt)
     _check(
@@ -215,6 +215,7 @@ def decode_attention(
     )
     _check(num_splits >= 1, f"num_splits is {num_splits}")
     _check_arena(arena)
+    _check_means(means, refs, fmt)
     _check_devices(arena, q=q, refs=refs, page_table=page_table, seq_lens=seq_lens)
     if arena.is_cuda:
         from hs_kernels import cuda
@@ -225,6 +226,8 @@ def decode_attention(
         )
         for name, x in (("page_table", page_table), ("seq_lens", seq_lens)):
             _check(x.dtype == torch.int32, f"{name} is {x.dtype}, not int32")
+        if means is not None:
+            raise NotImplementedError("decode attention has no kernel with block means yet")
         if workspace is None:
             workspace = decode_workspace(q.shape[0], q.shape[1], refs.shape[2], fmt, q.device)
             plan_decode(workspace, refs, page_table, seq_lens)
@@ -246,7 +249,9 @@ def decode_attention(
         )
         return states
     _require_cpu("decode_attention", arena)
-    return reference.decode_attention(q, arena, refs, page_table, seq_lens, scale, fmt, num_splits)
+    return reference.decode_attention(
+        q, arena, refs, page_table, seq_lens, scale, fmt, num_splits, means
+    )
 
 
 def decode_workspace(
@@ -294,6 +299,7 @@ def prefill_attention(
     *,
     sparse_k: bool = True,
     sparse_v: bool = True,
+    means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a batch of chunks over mixed pages; see `PrefillPlan`.
 
@@ -302,18 +308,23 @@ def prefill_attention(
 
     `sparse_k` or `sparse_v` False promises that no ref of that side before a frontier is sparse,
     and takes a faster kernel; a promise broken is an error on the device. `scale` is positive.
+    With `means` [sparse slots, Hkv, D] a V block behind a sparse ref is what is stored there plus
+    the mean of its slot.
     """
     _check_queries(q, refs, fmt)
     expected = (q.shape[0], refs.shape[2], fmt.head_dim)
     for name, x in (("k", k), ("v", v)):
         _check(tuple(x.shape) == expected, f"{name} is {list(x.shape)}, not {list(expected)}")
     _check_arena(arena)
+    _check_means(means, refs, fmt)
     _check_devices(arena, q=q, k=k, v=v, refs=refs, page_table=plan.page_table)
     _check(scale > 0, f"scale is {scale}")
     if arena.is_cuda:
         from hs_kernels import cuda
 
         _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
+        if means is not None:
+            raise NotImplementedError("prefill attention has no kernel with block means yet")
         result: tuple[Tensor, Tensor] = cuda.prefill_attention(
             *(q, k, v, arena, refs, plan.cu_seqlens, plan.prefix_lens, plan.page_table),
             *(plan.tail_first, plan.tail_slots, plan.tile_offsets, plan.frontiers),
@@ -321,7 +332,7 @@ def prefill_attention(
         )
         return result
     _require_cpu("prefill_attention", arena)
-    return reference.prefill_attention(q, k, v, arena, refs, plan, scale, fmt)
+    return reference.prefill_attention(q, k, v, arena, refs, plan, scale, fmt, means)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -474,6 +485,18 @@ def _check_queries(q: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
         q.shape[1] % refs.shape[2] == 0,
         f"{q.shape[1]} query heads do not share {refs.shape[2]} kv heads evenly",
     )
+
+
+def _check_means(means: Tensor | None, refs: Tensor, fmt: BlockFormat) -> None:
+    if means is None:
+        return
+    wanted = (refs.shape[2], fmt.head_dim)
+    _check(
+        means.dim() == 3 and tuple(means.shape[1:]) == wanted and means.dtype == fmt.torch_dtype,
+        f"means are {means.dtype} {list(means.shape)}, not {fmt.torch_dtype} "
+        f"[sparse slots, {wanted[0]}, {wanted[1]}]",
+    )
+    _check(means.device == refs.device, f"means are on {means.device}, not on {refs.device}")
 
 
 def _check_arena(arena: Tensor) -> None:

@@ -7,6 +7,7 @@ accumulates in fp32. Shapes use the legend of `block_format`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from hs_kernels.block_format import (
 TILE = 128  # query rows that share a frontier, at absolute multiples
 BATCH = 96  # blocks expanded at a time, so that their intermediate values stay in the cache
 ROWS = 1024  # query rows whose scores are in memory at once, off the CPU
+STEP = 16  # channels whose errors `compensate` collects before the later channels take them
 TOP_BITS = -1 << 30  # of an int32
 
 
@@ -103,6 +105,80 @@ def select_blocks(losses: Tensor, count: int) -> Tensor:
     order = torch.sort(losses, dim=-1, stable=True).indices
     chosen = torch.zeros_like(losses, dtype=torch.bool)
     return chosen.scatter_(-1, order[..., :count], True)
+
+
+def compensate(x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Prunes K blocks x [N, H, 64, D] so that the products with typical queries change least.
+
+    Gives keep (bool, as x) and values f32 (as x), where kept channels have taken over what pruned
+    ones contributed. `weights` f32 [H, D] scale magnitudes in the choice. `factor` f32 [H, D, D] is
+    upper triangular, U with U' U = inverse of E[q q']; the identity changes no value, and a scaled
+    factor is the same. Rows (tokens) are independent and equal rows get equal answers.
+
+    Groups of four channels go from first to last. In each, the two of largest |x| * weight among
+    the values *as updated so far* are kept, the lower index winning a tie. With p the pruned pair,
+    U_g the group's 4 x 4 diagonal block of U and S = U_g' U_g, the group's error is the row
+
+        e = U_g[:, p] S[p, p]^-1 x[p]                                      (4 numbers)
+
+    and x[c] -= e U[g, c] for every channel c from the group's first on. That makes the pruned pair
+    zero, and is the exact minimum over what is still free: kept channels of the group and all
+    later ones. Within `STEP` channels this happens group by group; later ones take the errors of
+    the whole step at once, E [64, 16] times U[step, later], a product for tensor cores.
+    """
+    n, heads, tokens, channels = x.shape
+    work = x.to(torch.float32, copy=True)
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    solve = _pair_solutions(factor)  # [H, D / 4, 6, 4, 4]
+    head = torch.arange(heads, device=x.device)[:, None]
+    pairs = _pruned_pair(x.device)
+    errors = work.new_empty((n, heads, tokens, STEP))
+    for begin in range(0, channels, STEP):
+        end = begin + STEP
+        for first in range(begin, end, GROUP):
+            own = slice(first, first + GROUP)
+            kept = keep_2_4((work[..., own].abs() * weights[:, None, own]), Side.K)
+            keep[..., own] = kept
+            pair = pairs[_bits(kept)]
+            error = errors[..., first - begin : first - begin + GROUP]
+            chosen = solve[:, first // GROUP][head, pair]  # [N, H, 64, 4, 4]
+            torch.sum(chosen * work[..., None, own], -1, out=error)
+            for i in range(GROUP):
+                row = factor[:, None, first + i, first:end]
+                work[..., first:end] -= error[..., i : i + 1] * row
+        if end < channels:
+            # As a product for each block, so that a block's bits do not depend on its company.
+            work[..., end:] -= torch.matmul(errors, factor[:, begin:end, end:])
+    return keep, work
+
+
+def _pair_solutions(factor: Tensor) -> Tensor:
+    """f32 [H, D / 4, 6, 4, 4]: for each group and pruned pair, the matrix M with e = M x[group]."""
+    heads, channels, _ = factor.shape
+    groups = channels // GROUP
+    blocks = factor.view(heads, groups, GROUP, groups, GROUP).diagonal(dim1=1, dim2=3)
+    own = blocks.permute(0, 3, 1, 2).to(torch.float64)  # U_g, [H, D / 4, 4, 4]
+    result = own.new_zeros((heads, groups, 6, GROUP, GROUP))
+    for index, pair in enumerate(combinations(range(GROUP), KEPT)):
+        columns = own[..., pair]  # [.., 4, 2]
+        squared = columns.transpose(-2, -1) @ columns
+        result[:, :, index, :, list(pair)] = columns @ torch.linalg.inv(squared)
+    return result.to(torch.float32)
+
+
+def _bits(mask: Tensor) -> Tensor:
+    """int64 [...]: bit c of each is mask[..., c]; mask is bool [..., 4]."""
+    a, b, c, d = mask.to(torch.int64).unbind(-1)
+    return a | b << 1 | c << 2 | d << 3
+
+
+@cache
+def _pruned_pair(device: torch.device) -> Tensor:
+    """int64 [16]: bits of the kept positions -> number of the pruned pair in `combinations`."""
+    table = torch.zeros(1 << GROUP, dtype=torch.int64, device=device)
+    for index, pair in enumerate(combinations(range(GROUP), KEPT)):
+        table[15 - sum(1 << c for c in pair)] = index
+    return table
 
 
 def _group_axis(side: Side) -> int:
@@ -284,38 +360,71 @@ def write_dummy(arena: Tensor, fmt: BlockFormat, heads: int) -> None:
     dummy[:, fmt.metadata_bytes :] = 0
 
 
-def compress_blocks(
+def store_blocks(
     blocks: Tensor,
     side: Side,
     arena: Tensor,
-    slots: Tensor,
+    refs: Tensor,
     fmt: BlockFormat,
     keep: Tensor | None = None,
+    weights: Tensor | None = None,
+    means: Tensor | None = None,
+    factor: Tensor | None = None,
     values: Tensor | None = None,
 ) -> None:
-    """Prune and pack blocks [N, Hkv, 64, D] into sparse slots int32 [N, Hkv] of the arena.
+    """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say; see `ops.store_blocks`."""
+    heads = blocks.shape[1]
+    n, head = (refs > 0).nonzero(as_tuple=True)
+    dense_slots(arena, fmt, heads)[refs[n, head].long(), head] = blocks[n, head]
+    if factor is not None and weights is not None:
+        keep, values = compensate(blocks, weights, factor)
+        weights = None
+    n, head = (refs < 0).nonzero(as_tuple=True)
+    if not n.numel():
+        return
+    slots, chosen = -refs[n, head].long(), blocks[n, head]
+    if means is not None:
+        mean = chosen.to(torch.float32).mean(1).to(chosen.dtype)
+        means[slots, head] = mean
+        chosen = (chosen.to(torch.float32) - mean[:, None].to(torch.float32)).to(chosen.dtype)
+    mask, stored = (None if x is None else x[n, head] for x in (keep, values))
+    if weights is not None:
+        scaled = chosen.abs().to(torch.float32) * weights[head][:, None]
+        mask = keep_2_4(scaled, side)
+    raw = pack_blocks(chosen, side, fmt, mask, stored)
+    sparse_slots(arena, fmt, heads)[slots, head] = raw
 
-    `keep` and `values` are those of `pack_blocks`, shaped as `blocks`.
+
+def load_pages(
+    arena: Tensor, refs: Tensor, side: Side, fmt: BlockFormat, means: Tensor | None = None
+) -> Tensor:
+    """[heads, n * 64, D] of the pages of refs int32 [n, heads], in order.
+
+    In fmt.torch_dtype as stored. With `means` [sparse slots, heads, D] of V each sparse block has
+    its mean added, and the result is f32, since the sum is not rounded.
     """
-    n, heads = slots.shape
-    flat = [None if x is None else x.reshape(n * heads, *x.shape[2:]) for x in (keep, values)]
-    raw = pack_blocks(blocks.reshape(n * heads, *blocks.shape[2:]), side, fmt, *flat)
-    index = slots.to(torch.int64) * heads + torch.arange(heads, device=slots.device)
-    sparse_slots(arena, fmt, heads).flatten(0, 1)[index.reshape(-1)] = raw
-
-
-def load_pages(arena: Tensor, refs: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
-    """[heads, n * 64, D] in fmt.torch_dtype: the pages of refs int32 [n, heads], in order."""
     n, heads = refs.shape
     shape = (heads, n * fmt.block_size, fmt.head_dim)
     if bool((refs > 0).all()):
-        return dense_slots(arena, fmt, heads).flatten(0, 1)[_block_index(refs)].view(shape)
+        pages = dense_slots(arena, fmt, heads).flatten(0, 1)[_block_index(refs)]
+        return (pages if means is None else pages.to(torch.float32)).view(shape)
     pages = torch.empty(
         (heads * n, fmt.block_size, fmt.head_dim), dtype=fmt.torch_dtype, device=arena.device
     )
     for at, blocks in _load_blocks(arena, refs, side, fmt):
         pages[at] = blocks
+    if means is not None:
+        pages = pages.to(torch.float32) + _load_means(means, refs)[:, None]
     return pages.view(shape)
+
+
+def _load_means(means: Tensor, refs: Tensor) -> Tensor:
+    """f32 [heads * n, D]: the mean of each V block of refs int32 [n, heads], head by head; zero for
+    a dense one. The dummy's is zero, too, because nothing is stored in sparse slot 0."""
+    of_sparse = (refs <= 0).T.reshape(-1, 1)
+    slots = (-refs).clamp(min=0).T.reshape(-1).long()
+    head = torch.arange(refs.shape[1], device=refs.device).repeat_interleave(refs.shape[0])
+    return torch.where(of_sparse, means[slots, head].to(torch.float32), 0.0)
 
 
 def _block_index(refs: Tensor) -> Tensor:
@@ -357,11 +466,13 @@ def decode_attention(
     scale: float,
     fmt: BlockFormat,
     num_splits: int = 1,
+    means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query token for each request over its pages, in `num_splits` partials that are merged.
 
-    q [R, Hq, D], refs int32 [2, P, Hkv], page_table int32 [R, max_pages], seq_lens int32 [R].
-    Gives out [R, Hq, D] in q's dtype and lse f32 [R, Hq]; an empty sequence gives 0 and -inf.
+    q [R, Hq, D], refs int32 [2, P, Hkv], page_table int32 [R, max_pages], seq_lens int32 [R],
+    means [sparse slots, Hkv, D] of V blocks. Gives out [R, Hq, D] in q's dtype and lse f32
+    [R, Hq]; an empty sequence gives 0 and -inf.
     """
     requests, q_heads, head_dim = q.shape
     heads = refs.shape[2]
@@ -375,7 +486,9 @@ def decode_attention(
         share = -(-num_pages // num_splits)
         pages = page_table[r, :num_pages].to(torch.int64)
         parts = [
-            _decode_split(rows[r], arena, refs[:, split], length - i * share * fmt.block_size, fmt)
+            _decode_split(
+                rows[r], arena, refs[:, split], length - i * share * fmt.block_size, fmt, means
+            )
             for i, split in enumerate(pages.split(share))
         ]
         o, z = parts[0]
@@ -387,7 +500,7 @@ def decode_attention(
 
 
 def _decode_split(
-    q: Tensor, arena: Tensor, refs: Tensor, length: int, fmt: BlockFormat
+    q: Tensor, arena: Tensor, refs: Tensor, length: int, fmt: BlockFormat, means: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out f32 [Hkv, G, D] and lse f32 [Hkv, G] of scaled q [Hkv, G, D] over pages [2, n, Hkv].
 
@@ -410,6 +523,10 @@ def _decode_split(
             # Past the end of a sequence a dense page holds anything, NaN included.
             v[at % n == n - 1, length - (n - 1) * size :] = 0
         out.index_add_(0, at // n, torch.bmm(weights[at], v.to(torch.float32)))
+    if means is not None:  # (sum of a block's weights) x (its mean)
+        mean = _load_means(means, refs[Side.V]).view(heads, n, -1)
+        mass = weights.sum(-1).view(heads, n, group)
+        out += torch.bmm(mass.transpose(1, 2), mean)
     return out, lse
 
 
@@ -422,11 +539,12 @@ def prefill_attention(
     plan: PrefillPlan,
     scale: float,
     fmt: BlockFormat,
+    means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a batch of chunks over mixed pages; see `PrefillPlan`.
 
-    q [T, Hq, D], k and v [T, Hkv, D] of the chunks, refs int32 [2, P, Hkv]. Gives out [T, Hq, D]
-    in q's dtype and lse f32 [T, Hq].
+    q [T, Hq, D], k and v [T, Hkv, D] of the chunks, refs int32 [2, P, Hkv], means
+    [sparse slots, Hkv, D] of V blocks. Gives out [T, Hq, D] in q's dtype and lse f32 [T, Hq].
     """
     tokens, q_heads, head_dim = q.shape
     heads = k.shape[1]
@@ -445,7 +563,11 @@ def prefill_attention(
         keys = [
             _KeySource(
                 stored=load_pages(
-                    arena, refs[side][plan.page_table[r, : max(frontiers)]], side, fmt
+                    arena,
+                    refs[side][plan.page_table[r, : max(frontiers)]],
+                    side,
+                    fmt,
+                    means if side == Side.V else None,
                 ).to(torch.float32),
                 tail=_load_tail(
                     arena, plan.tail_slots[r, side], tail_first[r], min(frontiers), a, heads, fmt

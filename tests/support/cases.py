@@ -38,7 +38,8 @@ class MixedCache:
     """An arena with `num_pages` pages behind random refs, and what they hold.
 
     contents [2, P, Hkv, 64, D] in the format's dtype is what a reader of refs must see; spare
-    names dense slots that no page uses.
+    names dense slots that no page uses. With means [sparse slots, Hkv, D] (see `with_means`),
+    contents are f32.
     """
 
     fmt: BlockFormat
@@ -47,9 +48,11 @@ class MixedCache:
     refs: Tensor
     contents: Tensor
     spare: list[int]
+    means: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "MixedCache":
-        return replace(self, arena=self.arena.to(device), refs=self.refs.to(device))
+        means = None if self.means is None else self.means.to(device)
+        return replace(self, arena=self.arena.to(device), refs=self.refs.to(device), means=means)
 
 
 def build_cache(
@@ -96,6 +99,23 @@ def build_cache(
                     contents[side, page, head] = x[head]
                     refs[side, page, head] = dense_ref(dense_slot)
     return MixedCache(fmt, heads, arena, refs, contents, dense_free)
+
+
+def with_means(cache: MixedCache, seed: int = 0) -> MixedCache:
+    """The same blocks, with a mean of large numbers for every sparse V block; those of slots that
+    hold no V block are NaN, and slot 0's is zero."""
+    rng = torch.Generator().manual_seed(seed + 7)
+    slots = sparse_slots(cache.arena, cache.fmt, cache.heads).shape[0]
+    shape = (slots, cache.heads, cache.fmt.head_dim)
+    means = torch.full(shape, torch.nan, dtype=cache.fmt.torch_dtype)
+    means[0] = 0
+    contents = cache.contents.float()
+    refs = cache.refs[Side.V]
+    for page, head in (refs < 0).nonzero().tolist():
+        mean = 4 * torch.randn(cache.fmt.head_dim, generator=rng)
+        means[-refs[page, head], head] = mean.to(cache.fmt.torch_dtype)
+        contents[Side.V, page, head] += means[-refs[page, head], head].float()
+    return replace(cache, contents=contents, means=means)
 
 
 def _slots_of(supers: Sequence[int], per: int, rng: torch.Generator) -> list[int]:

@@ -62,6 +62,47 @@ def test_means_and_the_stored_rest_give_the_block_back() -> None:
     assert torch.equal(losses, reference.block_losses(centered, Side.V))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_factor_changes_what_is_kept_and_stored(dtype: str) -> None:
+    fmt = BlockFormat(64, dtype)
+    blocks = torch.randn(3, HEADS, 64, 64).to(fmt.torch_dtype)
+    weights = 0.5 + torch.rand(HEADS, 64)
+    factor = torch.eye(64) + torch.randn(HEADS, 64, 64).triu(1) / 8
+    refs = torch.tensor([[-1, -5], [2, -2], [-3, 0]], dtype=torch.int32)
+    arena = torch.zeros(4 * HEADS * fmt.superblock_bytes, dtype=torch.uint8)
+    ops.store_blocks(blocks, Side.K, arena, refs, fmt, weights=weights, factor=factor)
+    keep, values = reference.compensate(blocks, weights, factor)
+    want = torch.where(keep, values.to(fmt.torch_dtype), 0)
+    want[1, 0], want[2, 1] = blocks[1, 0], 0
+    got = reference.load_pages(arena, refs, Side.K, fmt).view(HEADS, 3, 64, 64).transpose(0, 1)
+    assert torch.equal(got, want)
+
+
+def test_values_of_dense_blocks_are_not_theirs() -> None:
+    blocks, values = torch.randn(2, 2, HEADS, 64, FMT.head_dim).to(torch.bfloat16)
+    keep = reference.keep_2_4(values, Side.V)
+    refs = torch.tensor([[-1, 5], [6, -2]], dtype=torch.int32)
+    arena = empty_arena()
+    ops.store_blocks(blocks, Side.V, arena, refs, FMT, keep, values=values)
+    want = torch.where((refs < 0)[..., None, None], torch.where(keep, values, 0), blocks)
+    assert torch.equal(read(arena, refs, Side.V), want)
+
+
+def test_a_factor_of_another_shape_or_side_is_refused() -> None:
+    blocks = torch.zeros(1, HEADS, 64, FMT.head_dim, dtype=torch.bfloat16)
+    refs, weights = torch.zeros(1, HEADS, dtype=torch.int32), torch.ones(HEADS, FMT.head_dim)
+    factor = torch.eye(FMT.head_dim).repeat(HEADS, 1, 1)
+    for side, change, message in (
+        (Side.V, {}, "of K"),
+        (Side.K, {"weights": None}, "takes weights"),
+        (Side.K, {"factor": factor[:1]}, r"\[1, 64, 64\], not f32 \[2, 64, 64\]"),
+        (Side.K, {"factor": factor.half()}, "torch.float16"),
+    ):
+        rule = {"weights": weights, "factor": factor} | change
+        with pytest.raises(ValueError, match=message):
+            ops.store_blocks(blocks, side, empty_arena(), refs, FMT, **rule)
+
+
 def test_two_rules_for_one_block_are_refused() -> None:
     blocks = torch.zeros(1, HEADS, 64, FMT.head_dim, dtype=torch.bfloat16)
     keep, weights = torch.ones(blocks.shape, dtype=torch.bool), torch.ones(HEADS, FMT.head_dim)

@@ -7,13 +7,13 @@ from hs_kernels import ops
 from hs_kernels.block_format import DUMMY_REF, BlockFormat, Side
 from hs_kernels.reference import (
     block_losses,
+    compensate,
     dense_slots,
     keep_2_4,
     keep_n_m,
     load_pages,
     merge_states,
     pack_blocks,
-    prefill_attention,
     select_blocks,
     sparse_slots,
     unpack_blocks,
@@ -31,6 +31,7 @@ from tests.support.cases import (
     naive_decode,
     naive_prefill,
     segment_chunk,
+    with_means,
 )
 from tests.support.compare import assert_close
 
@@ -100,6 +101,83 @@ def test_blocks_of_lowest_loss_are_selected_and_the_lower_index_wins_a_tie():
     assert select_blocks(losses, 4).all()
     with pytest.raises(ValueError, match="count is 5 of 4"):
         select_blocks(losses, 5)
+
+
+# --- compensation -------------------------------------------------------------------------------
+
+
+def typical_queries(heads: int, channels: int = 64, seed: int = 0) -> torch.Tensor:
+    """H = E[q q'] f32 [heads, channels, channels] of correlated queries, with a ridge."""
+    rng = torch.Generator().manual_seed(seed)
+    mix = torch.randn((heads, channels, channels), generator=rng)
+    mix *= torch.rand((heads, 1, channels), generator=rng)
+    second = mix @ mix.mT / channels
+    ridge = 0.02 * second.diagonal(dim1=1, dim2=2).mean(-1)
+    return second + ridge[:, None, None] * torch.eye(channels)
+
+
+def factor_of(second: torch.Tensor) -> torch.Tensor:
+    inverse = torch.linalg.inv(second.double())
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def score_error(x: torch.Tensor, stored: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[N, H, 64]: expected squared error of q x' for q of that second moment."""
+    lost = (x - stored).double()
+    return torch.einsum("nhtc,hcd,nhtd->nht", lost, second.double(), lost)
+
+
+def test_compensation_lowers_the_error_of_scores():
+    second = typical_queries(2)
+    weights = second.diagonal(dim1=1, dim2=2).sqrt()
+    x = torch.randn(3, 2, 64, 64)
+    keep, values = compensate(x, weights, factor_of(second))
+    assert torch.equal(keep.unflatten(-1, (16, 4)).sum(-1), torch.full((3, 2, 64, 16), 2))
+    plain = keep_2_4(x.abs() * weights[:, None], Side.K)
+    without = score_error(x, torch.where(plain, x, 0), second)
+    with_it = score_error(x, torch.where(keep, values, 0), second)
+    assert with_it.mean() < 0.7 * without.mean()
+
+
+def test_compensated_values_are_the_best_for_the_last_group():
+    """Nothing follows the last group: its kept pair takes on what is best given all before it."""
+    second = typical_queries(1)
+    x = torch.randn(1, 1, 64, 64)
+    keep, values = compensate(x, torch.ones(1, 64), factor_of(second))
+    stored = torch.where(keep, values, 0)
+    base = score_error(x, stored, second)
+    for step in (-0.01, 0.01):
+        for channel in range(60, 64):
+            moved = torch.where(keep, values + step * (torch.arange(64) == channel), 0)
+            worse = score_error(x, moved, second) - base
+            assert (worse[keep[..., channel]] > 0).all()
+
+
+def test_without_correlation_nothing_is_moved():
+    x, weights = torch.randn(2, 2, 64, 128), torch.rand(2, 128)
+    keep, values = compensate(x, weights, torch.eye(128).repeat(2, 1, 1))
+    assert torch.equal(keep, keep_2_4(x.abs() * weights[:, None], Side.K))
+    assert torch.equal(values[keep], x[keep])
+
+
+def test_a_block_is_compensated_alike_in_any_company():
+    second = typical_queries(3)
+    weights, factor = second.diagonal(dim1=1, dim2=2).sqrt(), factor_of(second)
+    x = torch.randn(7, 3, 64, 64)
+    keep, values = compensate(x, weights, factor)
+    for part in ((0, 1), (1, 3), (3, 7)):
+        some_keep, some_values = compensate(x[slice(*part)], weights, factor)
+        assert torch.equal(some_keep, keep[slice(*part)])
+        assert torch.equal(some_values, values[slice(*part)])
+    alone = compensate(x[:, 1:2], weights[1:2], factor[1:2])
+    assert torch.equal(alone[1], values[:, 1:2])
+    scaled = compensate(x, weights, 4 * factor)
+    assert torch.equal(scaled[1], values)
+
+
+def test_compensating_no_block_gives_none():
+    keep, values = compensate(torch.zeros(0, 2, 64, 64), torch.ones(2, 64), torch.eye(64)[None])
+    assert keep.shape == values.shape == (0, 2, 64, 64)
 
 
 # --- packing and the arena ----------------------------------------------------------------------
@@ -210,6 +288,18 @@ def test_decode_reads_every_kind_of_page(fmt, share):
     assert_close("lse", lse, want_lse)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("share", [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_decode_adds_the_means_of_sparse_v_blocks(fmt, share, splits):
+    case = build_decode_case(fmt, 2, 3, [130, 0, 64, 257], share)
+    case = replace(case, cache=with_means(case.cache))
+    out, lse = run_decode(case, splits)
+    want_out, want_lse = naive_decode(case)
+    assert_close("out", out, want_out)
+    assert_close("lse", lse, want_lse)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
 def test_decode_of_edge_lengths_in_one_batch(splits):
     case = build_decode_case(F32, 3, 3, EDGE_LENGTHS)
@@ -251,6 +341,7 @@ def run_decode(case, splits=1):
         case.scale,
         cache.fmt,
         splits,
+        means=cache.means,
     )
 
 
@@ -289,6 +380,14 @@ def test_prefill_reads_every_kind_of_page(fmt, share):
     check_prefill(build_prefill_case(fmt, 2, 2, [segment_chunk(130, 290, 128)], share))
 
 
+@pytest.mark.parametrize("share", [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
+def test_prefill_adds_the_means_of_sparse_v_blocks(fmt, share):
+    chunks = [segment_chunk(130, 290, 128), anchored_chunk(0, 320, 64)]
+    case = build_prefill_case(fmt, 2, 2, chunks, share)
+    check_prefill(replace(case, cache=with_means(case.cache)))
+
+
 def test_prefill_ignores_tail_slots_before_the_frontier():
     check_prefill(build_prefill_case(F32, 2, 2, [segment_chunk(600, 640, 256)], early_tail=2))
 
@@ -315,8 +414,9 @@ def test_a_plan_without_all_pages_before_a_frontier_is_refused():
 
 def run_prefill(case):
     cache = case.cache
-    return prefill_attention(
-        case.q, case.k, case.v, cache.arena, cache.refs, case.plan, case.scale, cache.fmt
+    return ops.prefill_attention(
+        *(case.q, case.k, case.v, cache.arena, cache.refs, case.plan, case.scale, cache.fmt),
+        means=cache.means,
     )
 
 
@@ -366,6 +466,7 @@ def test_the_door_names_what_is_wrong():
         "num_splits is 0": {"num_splits": 0},
         "the arena is torch.int8": {"arena": cache.arena.view(torch.int8)},
         "refs is on meta, not on cpu": {"refs": cache.refs.to("meta")},
+        r"means are torch.float32 \[9, 1, 64\]": {"means": torch.zeros(9, 1, 64)},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):
