@@ -102,7 +102,8 @@ class EngineOptions:
 def common_environment() -> dict[str, str]:
     """Of every engine process, before it knows its options."""
     env = {name: value for name, value in os.environ.items() if name != CONFIG_VARIABLE}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "server")])
+    roots = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "server")]
+    env["PYTHONPATH"] = os.pathsep.join([*roots, *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONWARNINGS"] = "ignore"
     env["OMP_NUM_THREADS"] = "1"  # small tensors: threads only cost, and wait for each other
     return env
