@@ -70,10 +70,17 @@ def capacity(
     constants: ServerConstants,
     lengths: Sequence[int] = LENGTHS,
     answer_tokens: int = ANSWER_TOKENS,
+    *,
+    centered: bool = False,
 ) -> Capacity:
-    """What the scheduler would admit to an empty cache of `kv_bytes`, by its own functions."""
+    """What the scheduler would admit to an empty cache of `kv_bytes`, by its own functions.
+
+    `centered`: the pruner keeps means beside sparse blocks, which take their share.
+    """
     fmt, rules = shape.format, Lifecycle.of(constants)
-    tokens = dense_tokens_of(fmt, kv_bytes, layers=shape.layers, heads=shape.heads)
+    tokens = dense_tokens_of(
+        fmt, kv_bytes, layers=shape.layers, heads=shape.heads, centered=centered
+    )
     superblocks = size_pool(fmt, tokens, spare_pages=0).superblocks
     sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
     requests = {
@@ -83,7 +90,10 @@ def capacity(
         }
         for n in lengths
     }
-    arena = superblocks * fmt.superblock_bytes * shape.layers * shape.heads
+    superblock = fmt.superblock_bytes
+    if centered:
+        superblock += fmt.sparse_per_superblock * fmt.mean_bytes
+    arena = superblocks * superblock * shape.layers * shape.heads
     return Capacity(arena, tokens, answer_tokens, requests)
 
 

@@ -47,7 +47,11 @@ class _DecodeBuffers:
 
 
 class HieraAttnBackend(AttentionBackend):
-    """Attention over mixed blocks. Plans come from the scheduler through the pool."""
+    """Attention over mixed blocks. Plans come from the scheduler through the pool.
+
+    With `permutation` int32 [layers, Hkv, D] the channels of Q and K are reordered as they come, so
+    K lies in the cache in that order, dense blocks included, and scores are what they were.
+    """
 
     def __init__(
         self,
@@ -57,10 +61,12 @@ class HieraAttnBackend(AttentionBackend):
         *,
         q_heads: int,
         max_rows: int,
+        permutation: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.token_to_kv_pool, self.req_to_token_pool = pool, req_to_token_pool
         self.pool, self.compressor, self.q_heads = pool.block_pool, compressor, q_heads
+        self.permutation = permutation
         self.plan: AttnPlan | None = None
         self.decode: _DecodeBuffers | None = None
         self._on_cuda = self.pool.device.type == "cuda"
@@ -138,7 +144,11 @@ class HieraAttnBackend(AttentionBackend):
                 "cannot be served by hierasparse"
             )
         dim = layer.head_dim
-        return [x.reshape(x.shape[0], -1, dim) for x in (q, k, v)]
+        q, k, v = (x.reshape(x.shape[0], -1, dim) for x in (q, k, v))
+        if self.permutation is not None:
+            order = self.permutation[layer.layer_id - self.token_to_kv_pool.start_layer]
+            q, k = (ops.permute_channels(x, order) for x in (q, k))
+        return [q, k, v]
 
     def forward_extend(
         self,
@@ -176,6 +186,7 @@ class HieraAttnBackend(AttentionBackend):
                 pool.format,
                 sparse_k=plan.sparse[Side.K],
                 sparse_v=plan.sparse[Side.V],
+                means=pool.means_of(index, Side.V),
             )
         return out.reshape(out.shape[0], -1)
 
@@ -240,6 +251,7 @@ class HieraAttnBackend(AttentionBackend):
             layer.scaling,
             pool.format,
             workspace=decode.workspace,
+            means=pool.means_of(index, Side.V),
         )
         return out.reshape(out.shape[0], -1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 
 import torch
@@ -227,6 +227,9 @@ class Compressor:
         refs = pool.refs[layer, c.side, c.pages].long()  # [C, H]
         blocks = dense[refs.clamp(min=0), head]  # [C, H, 64, D]
         packed = sparse[(-refs).clamp(min=0), head]  # uint8 [C, H, sparse_bytes]
+        means = pool.means_of(layer, c.side)
+        if means is not None:
+            old_means = means[(-refs).clamp(min=0), head]
         yield
         pruned = self._prune(layer, c.side, blocks, ranked=True)
         assert pruned.losses is not None
@@ -239,19 +242,15 @@ class Compressor:
         fresh = target != refs.gather(0, order)
         repacked = was_sparse.gather(0, order)
 
-        chosen = fresh & (target > 0)
-        dense[target[chosen], head[chosen]] = blocks[order[chosen], head[chosen]]
-        chosen = fresh & (target < 0) & repacked
-        sparse[-target[chosen], head[chosen]] = packed[order[chosen], head[chosen]]
-        chosen = fresh & (target < 0) & ~repacked
-        # With one head for each slot, block (slot j, head h) is slot j * heads + h.
-        slots = (-target[chosen] * heads + head[chosen]).to(torch.int32)[:, None]
-        keep, values = (
-            None if x is None else x[order[chosen], head[chosen]][:, None]
-            for x in (pruned.keep, pruned.values)
-        )
-        chosen_blocks = blocks[order[chosen], head[chosen]][:, None]
-        self._compress(layer, c.side, chosen_blocks, slots, keep, values)
+        moved = fresh & (target < 0) & repacked
+        slot, source, of = -target[moved], order[moved], head[moved]
+        sparse[slot, of] = packed[source, of]
+        if means is not None:
+            means[slot, of] = old_means[source, of]
+        keep, values = (None if x is None else x[order, head] for x in (pruned.keep, pruned.values))
+        in_order = replace(pruned, keep=keep, values=values)
+        stored = torch.where(fresh & ~moved, target, 0).to(torch.int32)
+        self._store(layer, c.side, blocks[order, head], stored, in_order)
         pool.refs[layer, c.side, c.pages] = (
             torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
         )
@@ -262,49 +261,31 @@ class Compressor:
         pruned = self._prune(layer, group.side, blocks, ranked=True)
         assert pruned.losses is not None
         order = select(pruned.losses, 0).order  # [C, H]
-        new = self._index(list(group.refs))
-        head = torch.arange(heads, device=pool.device)
-        sparse_order, dense_order = order[: group.sparse], order[group.sparse :]
-        if group.sparse:
-            chosen = blocks[sparse_order, head]
-            slots = (-new[: group.sparse]).to(torch.int32)[:, None].expand(-1, heads)
-            extra = [
-                None if x is None else x[sparse_order, head] for x in (pruned.keep, pruned.values)
-            ]
-            self._compress(layer, group.side, chosen, slots, *extra)
-        if dense_order.numel():
-            slots = new[group.sparse :][:, None].expand(-1, heads)
-            pool.dense_view(layer)[slots, head] = blocks[dense_order, head]
+        new = self._index(list(group.refs))[:, None].expand(-1, heads)
         pages = self._index(list(group.pages))
-        refs = torch.empty_like(order).scatter_(0, order, new[:, None].expand(-1, heads))
-        pool.refs[layer, group.side, pages] = refs.to(torch.int32)
+        refs = torch.empty_like(order).scatter_(0, order, new).to(torch.int32)
+        self._store(layer, group.side, blocks, refs, pruned)
+        pool.refs[layer, group.side, pages] = refs
 
     def _store_sparse(self, layer: int, side: int, blocks: Tensor, refs: Tensor) -> None:
         """Prunes and packs blocks [N, H, 64, D], any view, into the sparse slots of refs [N, H]."""
-        pruned = self._prune(layer, side, blocks, ranked=False)
-        if pruned.values is not None:
-            self._compress(layer, side, blocks, -refs, pruned.keep, pruned.values)
-            return
-        arena, fmt = self.pool.arena[layer], self.pool.format
-        ops.store_blocks(blocks, Side(side), arena, refs, fmt, keep=pruned.keep)
+        self._store(layer, side, blocks, refs, self._prune(layer, side, blocks, ranked=False))
 
-    def _compress(
-        self,
-        layer: int,
-        side: int,
-        blocks: Tensor,
-        slots: Tensor,
-        keep: Tensor | None,
-        values: Tensor | None,
+    def _store(
+        self, layer: int, side: int, blocks: Tensor, refs: Tensor, pruned: PrunedBlocks
     ) -> None:
-        ops.compress_blocks(
-            blocks.contiguous(),
+        """Blocks [N, H, 64, D] as refs int32 [N, H] say, sparse ones as pruned."""
+        ops.store_blocks(
+            blocks,
             Side(side),
             self.pool.arena[layer],
-            slots.contiguous(),
+            refs,
             self.pool.format,
-            keep=keep,
-            values=values,
+            keep=pruned.keep,
+            weights=pruned.weights,
+            means=self.pool.means_of(layer, side),
+            factor=pruned.factor,
+            values=pruned.values,
         )
 
     def _prune(self, layer: int, side: int, blocks: Tensor, *, ranked: bool) -> PrunedBlocks:

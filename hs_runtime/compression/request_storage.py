@@ -136,7 +136,7 @@ class RequestStorage:
     def need_bytes(self, policy: SparsityPolicy, n: int, max_new: int) -> int:
         """Bytes of all layers and heads with which the request always completes alone."""
         blocks = request_need(self.rules, self.sizes, policy, n, max_new)
-        return blocks * self.sizes.superblock_bytes * self.pool.layers * self.pool.heads
+        return blocks * self.pool.superblock_bytes
 
     def longest_prompt(self, policy: SparsityPolicy) -> int:
         """The longest prompt that fits an empty arena with one new token."""

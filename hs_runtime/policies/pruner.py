@@ -26,11 +26,16 @@ class PrunedBlocks:
             lower index winning ties, which is what the compress kernel does unasked
     values  [N, H, 64, D] like the input, what is stored where `keep` holds; None: the input itself
     losses  f32 [N, H], lower is pruned first; None when no ranking was asked for
+    weights f32 [H, D], without `keep`: the two largest |x| * weight, by channel
+    factor  f32 [H, D, D], with `weights`: kept values take over what is pruned (the kernels'
+            `compensate`)
     """
 
-    keep: Tensor | None
-    values: Tensor | None
-    losses: Tensor | None
+    keep: Tensor | None = None
+    values: Tensor | None = None
+    losses: Tensor | None = None
+    weights: Tensor | None = None
+    factor: Tensor | None = None
 
 
 class Pruner(Protocol):
@@ -43,7 +48,17 @@ class Pruner(Protocol):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether `prune` must be given a layer's calibration constants."""
+        """Whether `prune` must be given a layer's calibration constants, and the channels of Q and
+        K are in calibrated order."""
+
+    @property
+    def centers_values(self) -> bool:
+        """Whether V blocks are stored without the mean over their tokens of each channel, which is
+        kept beside them. `prune` is given plain blocks all the same."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether what it keeps is 2:4. If not it can be simulated, but not served."""
 
     def prune(
         self,
@@ -56,8 +71,9 @@ class Pruner(Protocol):
         """Prune candidate pages `blocks` [N, H, 64, D] of one layer; `side` is 0 (K) or 1 (V).
 
         K is grouped by four neighbouring channels of a token, V by four neighbouring tokens of a
-        channel. `ranked=False` says that all N will be sparse, so losses are not needed. N may be
-        0. Does not mutate `blocks` and does not synchronise.
+        channel. `calibration` holds the layer's constants by the names of `Calibration`.
+        `ranked=False` says that all N will be sparse, so losses are not needed. N may be 0. Does
+        not mutate `blocks` and does not synchronise.
         """
 
 
@@ -67,6 +83,8 @@ class MagnitudePruner:
 
     name: str = "magnitude"
     needs_calibration: bool = False
+    centers_values: bool = False
+    is_stored: bool = True
 
     def prune(
         self,
@@ -76,7 +94,135 @@ class MagnitudePruner:
         *,
         ranked: bool = True,
     ) -> PrunedBlocks:
-        return PrunedBlocks(None, None, dropped_norm(blocks, side) if ranked else None)
+        return PrunedBlocks(losses=dropped_norm(blocks, side) if ranked else None)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedPruner:
+    """Ours. K: channels in calibrated order, chosen by |k| times the RMS of the query channel, and
+    kept values that take over what is pruned. V: what differs from the block's mean."""
+
+    name: str = "calibrated"
+    needs_calibration: bool = True
+    centers_values: bool = True
+    is_stored: bool = True
+
+    def prune(
+        self,
+        blocks: Tensor,
+        side: int,
+        calibration: Mapping[str, Tensor] | None = None,
+        *,
+        ranked: bool = True,
+    ) -> PrunedBlocks:
+        constants = _given(self.name, calibration)
+        if side == V_SIDE:
+            rest = blocks - blocks.mean(2, keepdim=True, dtype=torch.float32) if ranked else None
+            return PrunedBlocks(losses=None if rest is None else dropped_norm(rest, side))
+        weights = constants["query_rms"]
+        losses = dropped_norm(blocks * weights[:, None], side) if ranked else None
+        return PrunedBlocks(losses=losses, weights=weights, factor=constants["factor"])
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelPruner:
+    """Static channel masks as in ThinK and LeanK: of K, in every token, the channels whose typical
+    |q| |k| is largest, half of each group of four in calibrated order. V by magnitude, since the
+    methods leave it alone."""
+
+    name: str = "channel"
+    needs_calibration: bool = True
+    centers_values: bool = False
+    is_stored: bool = True
+
+    def prune(
+        self,
+        blocks: Tensor,
+        side: int,
+        calibration: Mapping[str, Tensor] | None = None,
+        *,
+        ranked: bool = True,
+    ) -> PrunedBlocks:
+        constants = _given(self.name, calibration)
+        if side == V_SIDE:
+            return MagnitudePruner().prune(blocks, side, ranked=ranked)
+        strength = constants["query_rms"] * constants["key_rms"]
+        keep = keep_two(strength[None, :, None], side).expand(blocks.shape)
+        return PrunedBlocks(keep, losses=_dropped_by(blocks, keep) if ranked else None)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPruner:
+    """A floor for comparisons: two of every four by a hash of the element's own bits and place, so
+    that equal blocks get equal masks."""
+
+    name: str = "random"
+    needs_calibration: bool = False
+    centers_values: bool = False
+    is_stored: bool = True
+
+    def prune(
+        self,
+        blocks: Tensor,
+        side: int,
+        calibration: Mapping[str, Tensor] | None = None,
+        *,
+        ranked: bool = True,
+    ) -> PrunedBlocks:
+        bits = blocks.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
+        tokens, channels = blocks.shape[-2:]
+        place = torch.arange(tokens * channels, device=bits.device).view(tokens, channels)
+        mixed = bits + 0x9E3779B9 * (1 + place)
+        for shift, odd in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+            mixed = ((mixed ^ (mixed >> shift)) * odd) & 0x7FFFFFFF
+        keep = keep_two(mixed, side)
+        return PrunedBlocks(keep, losses=_dropped_by(blocks, keep) if ranked else None)
+
+
+@dataclass(frozen=True, slots=True)
+class UnstructuredPruner:
+    """The larger half of each token's channels by magnitude, as in MUSTAFAR: what 2:4 can at best
+    approach. Its masks are not 2:4, so its blocks are simulated at their full size."""
+
+    name: str = "unstructured"
+    needs_calibration: bool = False
+    centers_values: bool = False
+    is_stored: bool = False
+
+    def prune(
+        self,
+        blocks: Tensor,
+        side: int,
+        calibration: Mapping[str, Tensor] | None = None,
+        *,
+        ranked: bool = True,
+    ) -> PrunedBlocks:
+        order = torch.sort(blocks.abs(), dim=-1, descending=True, stable=True).indices
+        keep = torch.zeros(blocks.shape, dtype=torch.bool, device=blocks.device)
+        keep.scatter_(-1, order[..., : blocks.shape[-1] // 2], True)
+        return PrunedBlocks(keep, losses=_dropped_by(blocks, keep) if ranked else None)
+
+
+def _given(name: str, calibration: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    if calibration is None:
+        raise ValueError(f"the pruner {name!r} prunes with calibration constants, and got none")
+    return calibration
+
+
+def keep_two(scores: Tensor, side: int) -> Tensor:
+    """bool, as `scores` [..., rows, D]: the two highest of every group of four along the side's
+    axis, the lower index winning a tie."""
+    axis = -1 if side == K_SIDE else -2
+    groups = scores.unflatten(axis, (-1, 4))  # the same axis, counted from the end, is the four's
+    order = torch.sort(groups, dim=axis, descending=True, stable=True).indices
+    keep = torch.zeros(groups.shape, dtype=torch.bool, device=scores.device)
+    return keep.scatter_(axis, order.narrow(axis, 0, 2), True).reshape(scores.shape)
+
+
+def _dropped_by(blocks: Tensor, keep: Tensor) -> Tensor:
+    """L1 norm (f32 [...]) of what `keep` drops of blocks [..., 64, D], summed in f64."""
+    dropped = blocks.abs().to(torch.float64).masked_fill(keep, 0.0)
+    return dropped.sum((-2, -1)).to(torch.float32)
 
 
 def dropped_norm(blocks: Tensor, side: int) -> Tensor:
@@ -128,6 +274,10 @@ def select(losses: Tensor, share: int) -> BlockMask:
 
 PRUNERS: dict[str, Callable[[], Pruner]] = {
     "magnitude": MagnitudePruner,
+    "calibrated": CalibratedPruner,
+    "channel": ChannelPruner,
+    "random": RandomPruner,
+    "unstructured": UnstructuredPruner,
 }
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hs_kernels.block_format import BlockFormat, BlockKind, dense_ref, sparse_ref
-from hs_kernels.reference import dense_slots, sparse_slots
+from hs_kernels.block_format import BlockFormat, BlockKind, Side, dense_ref, sparse_ref
+from hs_kernels.reference import dense_slots, sparse_slots, write_dummy
 
 DENSE, SPARSE = BlockKind.DENSE, BlockKind.SPARSE_2_4
 SIDES = (0, 1)
@@ -211,8 +211,9 @@ class BlockPool:
     """All KV bytes of one rank.
 
     `arena[layer]` is uint8 `[(superblocks + 1) * heads * superblock_bytes]`; `refs` is int32
-    `[layers, 2, pages + 1, heads]`, indexed by page id; page 0 is the dummy. Both live on `device`
-    and are only written on the forward stream.
+    `[layers, 2, pages + 1, heads]`, indexed by page id; page 0 is the dummy. `means[layer]`, where
+    the pruner centers V, is `[sparse slots, heads, D]`: a mean beside every sparse slot, which
+    those of K leave unused. All live on `device` and are only written on the forward stream.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class BlockPool:
         superblocks: int,
         pages: int,
         device: str | torch.device = "cpu",
+        centered: bool = False,
     ) -> None:
         self.format, self.layers, self.heads, self.pages = fmt, layers, heads, pages
         self.device = torch.device(device)
@@ -237,7 +239,13 @@ class BlockPool:
         self.arena = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(layers)]
         self.refs = torch.zeros((layers, 2, pages + 1, heads), dtype=torch.int32, device=device)
         for arena in self.arena:  # ref 0 reads sparse slot 0: zeros under valid metadata
-            sparse_slots(arena, fmt, heads)[0, :, : fmt.metadata_bytes] = 0x44
+            write_dummy(arena, fmt, heads)
+        self.means: list[torch.Tensor] | None = None
+        if centered:
+            shape = ((superblocks + 1) * fmt.sparse_per_superblock, heads, fmt.head_dim)
+            self.means = [
+                torch.zeros(shape, dtype=fmt.torch_dtype, device=device) for _ in range(layers)
+            ]
         self.clear()
 
     def clear(self) -> None:
@@ -251,9 +259,16 @@ class BlockPool:
 
     @property
     def slot_bytes(self) -> dict[BlockKind, int]:
-        """Bytes of one slot: a block of every layer and head of this rank."""
-        blocks = self.layers * self.heads
-        return {DENSE: blocks * self.format.dense_bytes, SPARSE: blocks * self.format.sparse_bytes}
+        """Bytes of one slot: a block of every layer and head of this rank, and the mean beside a
+        sparse one."""
+        blocks, fmt = self.layers * self.heads, self.format
+        sparse = fmt.sparse_bytes + self.mean_bytes
+        return {DENSE: blocks * fmt.dense_bytes, SPARSE: blocks * sparse}
+
+    @property
+    def mean_bytes(self) -> int:
+        """Of one block; 0 without means."""
+        return self.format.mean_bytes if self.means is not None else 0
 
     @property
     def used_bytes(self) -> int:
@@ -266,7 +281,14 @@ class BlockPool:
 
     @property
     def total_bytes(self) -> int:
-        return self.ledger.superblocks * self.heads * self.layers * self.format.superblock_bytes
+        return self.ledger.superblocks * self.superblock_bytes
+
+    @property
+    def superblock_bytes(self) -> int:
+        """Of all layers and heads, and the means beside its sparse slots."""
+        fmt = self.format
+        size = fmt.superblock_bytes + fmt.sparse_per_superblock * self.mean_bytes
+        return self.heads * self.layers * size
 
     def dense_view(self, layer: int) -> torch.Tensor:
         """[slots, heads, 64, D] in the element type."""
@@ -275,6 +297,10 @@ class BlockPool:
     def sparse_view(self, layer: int) -> torch.Tensor:
         """uint8 [slots, heads, sparse_bytes]"""
         return sparse_slots(self.arena[layer], self.format, self.heads)
+
+    def means_of(self, layer: int, side: int) -> torch.Tensor | None:
+        """[sparse slots, heads, D]; None for K, and where V blocks are stored as they are."""
+        return self.means[layer] if self.means is not None and side == Side.V else None
 
     # slots
 
@@ -418,6 +444,8 @@ class BlockPool:
         for layer in range(self.layers):
             slots = view(layer)
             slots[op.new] = slots[op.old]
+            if op.kind == SPARSE and self.means is not None:
+                self.means[layer][op.new] = self.means[layer][op.old]
         sign = 1 if op.kind == DENSE else -1
         self.refs[self.refs == sign * op.old] = sign * op.new
 

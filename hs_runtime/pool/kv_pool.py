@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def block_format(head_dim: int, dtype: torch.dtype) -> BlockFormat:
+def block_format(head_dim: int, dtype: torch.dtype, *, packed: bool = True) -> BlockFormat:
     """The block format of a model, or a ValueError that names what is served."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim {head_dim} cannot be served (choose a model with {HEAD_DIMS})")
@@ -26,7 +26,7 @@ def block_format(head_dim: int, dtype: torch.dtype) -> BlockFormat:
         raise ValueError(
             f"--kv-cache-dtype {dtype} cannot be served (choose auto, bfloat16, float16 or float32)"
         )
-    return BlockFormat(head_dim, _DTYPES[dtype])
+    return BlockFormat(head_dim, _DTYPES[dtype], packed=packed)
 
 
 class HieraKVPool(KVCache):
@@ -70,12 +70,13 @@ class HieraKVPool(KVCache):
             )
         self.head_num, self.head_dim = head_num, head_dim
         self.block_pool = BlockPool(
-            block_format(head_dim, dtype),
+            block_format(head_dim, dtype, packed=self.next_size.packed),
             layers=layer_num,
             heads=head_num,
             superblocks=self.next_size.superblocks,
             pages=self.next_size.pages,
             device=device,
+            centered=self.next_size.centered,
         )
         self._next_plan: Any = None
         # Plans are made on the scheduler's stream and read on the forward's: their memory must
@@ -102,7 +103,9 @@ class HieraKVPool(KVCache):
         return self._next_plan
 
     def get_kv_size_bytes(self) -> int:
-        return sum(arena.numel() for arena in self.block_pool.arena)
+        pool = self.block_pool
+        means = sum(mean.numel() * mean.itemsize for mean in pool.means or ())
+        return sum(arena.numel() for arena in pool.arena) + means
 
     def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
         shape = torch.Size((self.size, self.head_num, self.head_dim))

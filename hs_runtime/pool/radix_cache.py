@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from hs_kernels.block_format import BlockKind
 from hs_runtime.batching import BatchPlanner, seq_lens_agree
 from hs_runtime.compression import RequestState, RequestStorage
 from hs_runtime.policies.policy import DENSE, ServerConstants, namespace
@@ -452,11 +453,11 @@ class HieraRadixCache(RadixCache):
 
     def describe(self, state: RequestState, tokens: int) -> dict[str, Any]:
         """Blocks and bytes of this rank that hold the first `tokens` tokens of the request."""
-        pool, fmt = self.block_pool, self.block_pool.format
+        pool, size = self.block_pool, self.block_pool.slot_bytes
         blocks = pool.layers * pool.heads
 
         def bytes_of(dense: int, sparse: int) -> int:
-            return blocks * (dense * fmt.dense_bytes + sparse * fmt.sparse_bytes)
+            return dense * size[BlockKind.DENSE] + sparse * size[BlockKind.SPARSE_2_4]
 
         form = self.storage.form(state, tokens) if self.storage else (0, 0)
         prompt = state.prompt_form or form

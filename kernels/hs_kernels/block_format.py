@@ -84,11 +84,15 @@ class BlockFormat:
 
     K is 2:4 along channels, V along tokens: each is the sparse operand of its own GEMM, and
     2:4 must run along that GEMM's reduction axis.
+
+    `packed=False` is for experiments with masks that are not 2:4: a "sparse" block then holds all
+    its elements, zeros included, and saves nothing. The reference reads it, no kernel does.
     """
 
     head_dim: int
     dtype: str = "bfloat16"
     block_size: int = BLOCK_SIZE
+    packed: bool = True
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -116,15 +120,21 @@ class BlockFormat:
 
     @property
     def metadata_bytes(self) -> int:
-        return self.elements // GROUP // 2  # 4 bits for each group of 4
+        """4 bits for each group of 4."""
+        return self.elements // GROUP // 2 if self.packed else 0
 
     @property
     def nonzero_bytes(self) -> int:
-        return self.elements * KEPT // GROUP * self.itemsize
+        return self.dense_bytes * KEPT // GROUP if self.packed else self.dense_bytes
 
     @property
     def sparse_bytes(self) -> int:
         return self.metadata_bytes + self.nonzero_bytes
+
+    @property
+    def mean_bytes(self) -> int:
+        """One mean for each channel, beside a V block that is stored without it."""
+        return self.head_dim * self.itemsize
 
     @property
     def superblock_bytes(self) -> int:

@@ -103,6 +103,7 @@ def store_blocks(
     if arena.is_cuda:
         from hs_kernels import cuda
 
+        _check(fmt.packed, "blocks that are not packed are for the reference alone")
         if factor is not None:
             assert weights is not None
             keep, values = reference.compensate(blocks, weights, factor)

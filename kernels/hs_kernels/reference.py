@@ -221,6 +221,8 @@ def pack_blocks(
     _check_blocks(x, fmt)
     mask = keep_2_4(x, side) if keep is None else keep
     stored = (x if values is None else values).to(fmt.torch_dtype)
+    if not fmt.packed:
+        return stored.masked_fill(~mask, 0).contiguous().view(torch.uint8).flatten(1)
     n, rows, depth = x.shape[0], fmt.rows(side), fmt.depth(side)
     tables = _pack_tables(side, fmt, x.device)
 
@@ -256,6 +258,9 @@ def _expand(raw: Tensor, side: Side, fmt: BlockFormat) -> Tensor:
     written in whole rows, and both are the right operand of a product of few query rows.
     """
     n, rows, groups = raw.shape[0], fmt.rows(side), fmt.depth(side) // GROUP
+    if not fmt.packed:
+        blocks = raw.view(fmt.torch_dtype).view(n, fmt.block_size, fmt.head_dim)
+        return blocks.transpose(1, 2) if side == Side.K else blocks
     tables = _unpack_tables(side, fmt, raw.device)
     # As floats, because only for these does torch gather columns with vector instructions.
     words = raw.view(torch.float32).index_select(1, tables.words).view(torch.int32)

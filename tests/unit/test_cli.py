@@ -137,7 +137,7 @@ def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(
         (["--anchor", "middle"], "segment, chunk"),
         (["--default-policy", "fastest"], "dense, light, balanced, fast, max"),
         (["--port", "70000"], "0 to 65535"),
-        (["--pruner", "random"], "magnitude"),
+        (["--pruner", "psychic"], "magnitude"),
         (["--model", "./no-such-folder"], "no folder"),
         (["--calibration", "./no-such-file"], "no file"),
         (["--api-key-file", "./no-such-file"], "cannot read"),

@@ -253,35 +253,106 @@ def test_loss_is_the_norm_of_the_two_smallest_of_four() -> None:
     assert v.tolist() == [[0.75]]
 
 
-def test_losses_do_not_depend_on_the_batch() -> None:
-    blocks = torch.randn(9, 2, 64, 64, dtype=torch.bfloat16)
-    for side in (K_SIDE, V_SIDE):
-        together = MagnitudePruner().prune(blocks, side).losses
-        alone = [MagnitudePruner().prune(block[None], side).losses for block in blocks]
-        assert together is not None
-        assert torch.equal(together, torch.cat([each for each in alone if each is not None]))
+CONSTANTS = {
+    "query_rms": torch.rand(2, 64, generator=torch.Generator().manual_seed(1)),
+    "key_rms": torch.rand(2, 64, generator=torch.Generator().manual_seed(2)),
+    "factor": torch.eye(64).repeat(2, 1, 1),
+}
 
 
-def test_blocks_need_not_be_contiguous() -> None:
+@pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
+@pytest.mark.parametrize("name", PRUNERS)
+def test_answers_do_not_depend_on_the_batch(name: str, side: int) -> None:
+    blocks = torch.randn(9, 2, 64, 64).to(torch.bfloat16)
+    together = build_pruner(name).prune(blocks, side, CONSTANTS)
+    alone = [build_pruner(name).prune(block[None], side, CONSTANTS) for block in blocks]
+    assert together.losses is not None and together.losses.shape == (9, 2)
+    assert torch.equal(together.losses, torch.cat([each.losses for each in alone]))
+    if together.keep is not None:
+        assert torch.equal(together.keep, torch.cat([each.keep for each in alone]))
+
+
+@pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
+@pytest.mark.parametrize("name", PRUNERS)
+def test_blocks_need_not_be_contiguous(name: str, side: int) -> None:
     blocks = torch.randn(3, 64, 2, 64).transpose(1, 2)  # as they lie in a chunk's K or V
-    for side in (K_SIDE, V_SIDE):
-        strided, packed = (
-            MagnitudePruner().prune(each, side).losses for each in (blocks, blocks.contiguous())
-        )
-        assert strided is not None and packed is not None
-        assert torch.equal(strided, packed)
+    strided, packed = (
+        build_pruner(name).prune(each, side, CONSTANTS) for each in (blocks, blocks.contiguous())
+    )
+    assert torch.equal(strided.losses, packed.losses)
+    assert (strided.keep is None) == (packed.keep is None)
+    if strided.keep is not None:
+        assert torch.equal(strided.keep, packed.keep)
 
 
-def test_no_losses_are_computed_unless_asked_for() -> None:
-    answer = MagnitudePruner().prune(torch.randn(2, 1, 64, 64), K_SIDE, ranked=False)
-    assert (answer.keep, answer.values, answer.losses) == (None, None, None)
+@pytest.mark.parametrize("name", PRUNERS)
+def test_no_losses_are_computed_unless_asked_for(name: str) -> None:
+    blocks = torch.randn(2, 2, 64, 64)
+    assert build_pruner(name).prune(blocks, K_SIDE, CONSTANTS, ranked=False).losses is None
 
 
-def test_no_pages_are_no_losses() -> None:
-    losses = MagnitudePruner().prune(torch.empty(0, 2, 64, 64), V_SIDE).losses
+@pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
+@pytest.mark.parametrize("name", PRUNERS)
+def test_no_pages_are_no_losses(name: str, side: int) -> None:
+    losses = build_pruner(name).prune(torch.empty(0, 2, 64, 64), side, CONSTANTS).losses
     assert losses is not None
     assert losses.shape == (0, 2)
     assert select(losses, 500).sparse.shape == (0, 2)
+
+
+@pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
+@pytest.mark.parametrize("name", PRUNERS)
+def test_masks_that_are_stored_keep_two_of_four(name: str, side: int) -> None:
+    """And losses are what they drop."""
+    pruner, blocks = build_pruner(name), torch.randn(3, 2, 64, 64)
+    answer = pruner.prune(blocks, side, CONSTANTS)
+    if answer.keep is None:
+        assert pruner.is_stored
+        return
+    kept = answer.keep.unflatten(3 if side == K_SIDE else 2, (16, 4))
+    kept = kept.sum(-1 if side == K_SIDE else 3)
+    assert (kept == 2).all() == pruner.is_stored
+    assert answer.keep.sum() == blocks.numel() // 2
+    dropped = blocks.masked_fill(answer.keep, 0).abs().sum((2, 3))
+    torch.testing.assert_close(answer.losses, dropped)
+
+
+@pytest.mark.parametrize("name", [name for name in PRUNERS if build_pruner(name).needs_calibration])
+def test_a_pruner_without_its_constants_says_so(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' prunes with calibration constants"):
+        build_pruner(name).prune(torch.zeros(1, 2, 64, 64), K_SIDE)
+
+
+def test_calibrated_losses_weigh_keys_and_leave_out_the_mean_of_values() -> None:
+    blocks = torch.randn(2, 2, 64, 64)
+    pruner = build_pruner("calibrated")
+    k, v = (pruner.prune(blocks, side, CONSTANTS) for side in (K_SIDE, V_SIDE))
+    weighed = blocks * CONSTANTS["query_rms"][:, None]
+    magnitude = MagnitudePruner()
+    assert torch.equal(k.losses, magnitude.prune(weighed, K_SIDE).losses)
+    assert k.weights is CONSTANTS["query_rms"] and k.factor is CONSTANTS["factor"]
+    moved = blocks + 100 * torch.randn(2, 2, 1, 64)
+    torch.testing.assert_close(pruner.prune(moved, V_SIDE, CONSTANTS).losses, v.losses)
+    assert (v.keep, v.values, v.weights, v.factor) == (None, None, None, None)
+
+
+def test_static_masks_are_the_same_channels_in_every_token() -> None:
+    blocks = torch.randn(2, 2, 64, 64)
+    keep = build_pruner("channel").prune(blocks, K_SIDE, CONSTANTS).keep
+    assert (keep == keep[:1, :, :1]).all()
+    strength = (CONSTANTS["query_rms"] * CONSTANTS["key_rms"]).view(2, 16, 4)
+    kept = keep[0, :, 0].view(2, 16, 4)
+    weakest_kept = strength.masked_fill(~kept, torch.inf).amin(-1)
+    assert (weakest_kept >= strength.masked_fill(kept, 0).amax(-1)).all()
+
+
+def test_random_masks_follow_from_the_content() -> None:
+    blocks = torch.randn(1, 1, 64, 64)
+    keep = build_pruner("random").prune(blocks, V_SIDE).keep
+    other = build_pruner("random").prune(blocks + 1, V_SIDE).keep
+    agreement = (keep == other).float().mean()
+    assert 0.45 < agreement < 0.65, "a third of the pairs would agree in both, a sixth in none"
+    assert abs(keep[:, :, ::4].float().mean() - 0.5) < 0.1
 
 
 def test_the_lowest_losses_are_selected_and_ties_go_to_the_lower_index() -> None:
@@ -305,5 +376,5 @@ def test_counts_are_exact_ceilings(share: int, candidates: int, count: int) -> N
 def test_pruners_are_found_by_name_and_others_refused_with_the_choices() -> None:
     for name in PRUNERS:
         assert build_pruner(name).name == name
-    with pytest.raises(ValueError, match="unknown pruner 'random': choose magnitude"):
-        build_pruner("random")
+    with pytest.raises(ValueError, match="unknown pruner 'psychic': choose magnitude"):
+        build_pruner("psychic")
