@@ -153,6 +153,103 @@ def serve(
     run(config, plan.arguments)
 
 
+@app.command(
+    name="eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Any other flag goes to SGLang's server arguments as it is, e.g. --tp-size 2.",
+)
+def evaluate(
+    context: typer.Context,
+    output: Annotated[
+        Path, typer.Option(help="Folder for results; a run that was stopped goes on there.")
+    ],
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="kl | copy | passkey | multi | keyvalue, or KIND@CONTEXT; repeatable."),
+    ] = None,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Presets, 'paper', 'unstructured', 'fp8', or e.g. "
+            "prefill=0/1+decode=1/1+pruner=magnitude (K/V); repeatable."
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "--model-path", help="Folder or hub name, as for `serve`.")
+    ] = DEMO_MODEL,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text file or folder of them. Default: bundled novels; repeatable."),
+    ] = None,
+    documents: Annotated[int, typer.Option(help="Documents of the suites kl and copy.")] = 10,
+    prompts: Annotated[int, typer.Option(help="Prompts of the retrieval suites.")] = 40,
+    steps: Annotated[int, typer.Option(help="Decode steps scored after each document.")] = 128,
+    scored_prompt: Annotated[
+        int, typer.Option(help="Last tokens of a document's prompt that are scored.")
+    ] = 1024,
+    device: Annotated[str, typer.Option(help=" | ".join(_DEVICES))] = "auto",
+    segment: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.segment,
+    window: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.window,
+    sink: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.sink,
+    pruner: Annotated[
+        str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
+    ] = "",
+    calibration: Annotated[
+        Path | None, typer.Option(help="File written by `hs-runtime calibrate`.")
+    ] = None,
+    kv_cache: Annotated[str, typer.Option(help="Size of the KV cache, as for `serve`.")] = "",
+) -> None:
+    """Measure what policies cost in answers, through the engine that serves them."""
+    from hs_runtime.evaluation.arms import parse_arms
+    from hs_runtime.evaluation.cases import Wishes
+    from hs_runtime.evaluation.measure import Target
+    from hs_runtime.evaluation.model import Language, fingerprint, vocabulary_size
+    from hs_runtime.evaluation.run import TABLE, parse_suites, run_suites
+    from hs_runtime.evaluation.session import EvaluationError
+    from hs_runtime.evaluation.texts import bundled_texts, read_texts
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    try:
+        digest = _digest(calibration) if calibration else ""
+        constants = _constants(
+            sink=sink,
+            window=window,
+            segment=segment,
+            pruner=pruner or ("calibrated" if calibration else _DEFAULTS.pruner),
+            calibration=digest,
+        )
+        config = RuntimeConfig(
+            constants=constants,
+            calibration_path=str(calibration.resolve()) if calibration else "",
+            model_path=model,
+            kv_cache_bytes=_size_bytes(kv_cache) if kv_cache else 0,
+        )
+        suites = parse_suites(suite or ["kl"])
+        texts = read_texts(text) if text else bundled_texts()
+        config, plan = _resolve(config, device, context.args, fetch=True)
+        chosen = parse_arms(arms or [",".join(PRESETS)], config.constants, digest)
+        described = _model_config(config.model_path)
+        target = Target(
+            device=probe_devices(_device_name(device))[0],
+            model_path=config.model_path,
+            model_config=described,
+            fingerprint=fingerprint(config.model_path, described),
+            vocabulary=vocabulary_size(config.model_path, described),
+            passed=tuple(context.args),
+            kv_cache_bytes=plan.kv_cache_bytes,
+            calibration_path=config.calibration_path,
+        )
+        wishes = Wishes(documents, prompts, steps, scored_prompt)
+        language = Language.load(config.model_path)
+        run_suites(target, chosen, suites, texts, language, wishes, output, say)
+    except (ConfigError, PolicyError, DemoModelError, EvaluationError) as error:
+        typer.secho(f"hs-runtime eval: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    typer.echo((output / TABLE).read_text(encoding="utf-8"))
+
+
 @app.command()
 def doctor(
     device: Annotated[str, typer.Option(help=" | ".join(_DEVICES))] = "auto",

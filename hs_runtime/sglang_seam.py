@@ -489,6 +489,60 @@ def verify() -> None:
         raise StartupRefused(f"hooks did not apply: {', '.join(missing)}")
 
 
+# ---- the evaluation's tap ------------------------------------------------------------------------
+
+TAP_HOOKS = (
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+    "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
+)
+
+
+def register_tap(tap: Any) -> None:
+    """Let `tap` (an `evaluation.tap.ServingTap`) force tokens and see logits in this process. For
+    the process target of the evaluation alone, before the plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def sample(orig: Callable[..., Any], self: Any, logits_output: Any, batch: Any) -> Any:
+        chosen = orig(self, logits_output, batch)
+        tap.force(batch.rids, batch.seq_lens.tolist(), logits_output.next_token_logits, chosen)
+        return chosen
+
+    def logits(
+        orig: Callable[..., Any],
+        self: Any,
+        ids: Any,
+        hidden: Any,
+        head: Any,
+        batch: Any,
+        *rest: Any,
+    ) -> Any:
+        from sglang.srt.layers.logits_processor import LogitsMetadata
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        if isinstance(batch, ForwardBatch) and batch.forward_mode.is_extend() and batch.rids:
+            metadata = LogitsMetadata.from_forward_batch(batch)
+
+            def logits_of(rows: Any) -> Any:
+                states = hidden[rows.to(hidden.device)]
+                return self._get_logits(states, head, metadata, use_logits_buffer=False)
+
+            lengths = batch.extend_seq_lens_cpu
+            tap.read_prompt(batch.rids, batch.extend_prefix_lens_cpu, lengths, logits_of)
+        return orig(self, ids, hidden, head, batch, *rest)
+
+    for target, hook in zip(TAP_HOOKS, (sample, logits), strict=True):
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def verify_tap() -> None:
+    """Raises StartupRefused when the tap's hooks did not take."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target in TAP_HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise StartupRefused(f"hooks did not apply: {', '.join(missing)}")
+
+
 # ---- factories ----------------------------------------------------------------------------------
 
 

@@ -107,6 +107,30 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     run_scheduler_process(*args, **kwargs)
 
 
+def run_evaluated_scheduler(
+    *args: Any, tap_folder: str, stock: bool = False, **kwargs: Any
+) -> None:
+    """Target of the scheduler processes of `hs-runtime eval`: with the tap that reads its jobs in
+    `tap_folder`. `stock` is SGLang as it is, but for the tap. No server starts this target."""
+    _leave_stopping_to_the_server()
+    import torch
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.plugins import load_plugins
+
+    from hs_runtime import sglang_seam
+    from hs_runtime.evaluation.tap import ServingTap
+
+    def is_first_rank() -> bool:
+        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+    sglang_seam.register_tap(ServingTap(tap_folder, is_first_rank))
+    load_plugins()
+    sglang_seam.verify_tap()
+    if not stock:
+        sglang_seam.verify()
+    run_scheduler_process(*args, **kwargs)
+
+
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """Target of the detokenizer process."""
     _leave_stopping_to_the_server()
