@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hs_kernels import ops
 from hs_kernels.block_format import Side
+from hs_kernels.reference import unpack_blocks
 from hs_runtime.policies.pruner import PrunedBlocks, Pruner, select
 from hs_runtime.pool.block_pool import BlockPool, CompressionError, Convert
 
@@ -57,12 +58,16 @@ class _Singles:
     """All groups of one page, of one side: their only slot is sparse.
 
     `runs` are (first row of the batch's K/V, pages) of neighbours, whose refs come first and in
-    that order in `refs` int32 [N, H]; the rest are pages in the dense slots `stored` int64.
+    that order in `refs` int32 [N, H]; the rest are pages in the dense slots `stored` int64, and the
+    dense slots of their K are `stored_keys` int64, with their page ids where that is for refs to
+    say (slot -1).
     """
 
     runs: tuple[tuple[int, int], ...]
     stored: Tensor
     refs: Tensor
+    stored_keys: Tensor
+    stored_pages: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class _Conversions:
     pages: Tensor
     old: Tensor
     new: Tensor
+    sparse_keys: bool
 
 
 def _batches(conversions: Sequence[Convert]) -> Iterator[list[Convert]]:
@@ -126,6 +132,7 @@ class Compressor:
         self._fault = fault
         self._singles: dict[int, _Singles] = {}
         self._groups: list[PageGroup] = []
+        self._key_sources: dict[int, PageSource] = {}
 
     def begin(self, groups: Sequence[PageGroup]) -> None:
         """Prepares the compression of one extend batch and writes the refs that are the same for
@@ -133,6 +140,12 @@ class Compressor:
         pool = self.pool
         self._groups = [g for g in groups if len(g.pages) > 1 or not g.sparse]
         self._singles = {}
+        self._key_sources = {
+            page: source
+            for group in groups
+            if group.side == Side.K
+            for page, source in zip(group.pages, group.sources, strict=True)
+        }
         for side in Side:
             single = [g for g in groups if g.side == side and len(g.pages) == 1 and g.sparse]
             if not single:
@@ -152,7 +165,14 @@ class Compressor:
                 runs=tuple(runs),
                 stored=self._index([g.sources[0].slot for g in stored]),
                 refs=refs[:, None].expand(-1, pool.heads).contiguous(),
+                stored_keys=self._index([self._key_slot(g.pages[0]) for g in stored]),
+                stored_pages=self._index([g.pages[0] for g in stored]),
             )
+
+    def _key_slot(self, page: int) -> int:
+        """The dense slot of a page's K that is compressed by this batch, too; else -1."""
+        source = self._key_sources.get(page)
+        return source.slot if source is not None and source.token < 0 else -1
 
     def apply(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Compresses the batch's pages of one layer from k, v [T, Hkv, D] and the dense slots.
@@ -168,15 +188,29 @@ class Compressor:
         for side, singles in self._singles.items():
             rows, done = (k, v)[side], 0
             for first, pages in singles.runs:
-                blocks = rows[first : first + 64 * pages].unflatten(0, (pages, 64)).transpose(1, 2)
-                self._store_sparse(layer, side, blocks, singles.refs[done : done + pages])
+                of_run = slice(first, first + 64 * pages)
+                blocks, keys = (
+                    x[of_run].unflatten(0, (pages, 64)).transpose(1, 2) for x in (rows, k)
+                )
+                refs = singles.refs[done : done + pages]
+                self._store_sparse(layer, side, blocks, refs, keys)
                 done += pages
             if singles.stored.numel():
-                stored = self.pool.dense_view(layer)[singles.stored]
-                self._store_sparse(layer, side, stored, singles.refs[done:])
+                stored, stored_keys = self.pool.dense_view(layer)[singles.stored], None
+                if side == Side.V and self.pruner.reads_keys:
+                    stored_keys = self._keys(layer, singles.stored_pages, singles.stored_keys)
+                self._store_sparse(layer, side, stored, singles.refs[done:], stored_keys)
         for group in self._groups:
             blocks = torch.stack([self._load(layer, (k, v)[group.side], s) for s in group.sources])
-            self._place(layer, group, blocks)
+            group_keys = None
+            if group.side == Side.V and self.pruner.reads_keys:
+                group_keys = torch.stack(
+                    [
+                        self._load_keys(layer, k, page, source)
+                        for page, source in zip(group.pages, group.sources, strict=True)
+                    ]
+                )
+            self._place(layer, group, blocks, group_keys)
 
     def convert(self, conversions: Sequence[Convert]) -> None:
         """Pages take their decode form, in all layers: dense slots to sparse ones of the same page,
@@ -206,14 +240,37 @@ class Compressor:
     def _indices(self, rows: Sequence[Convert]) -> _Conversions:
         fields = zip(*((c.pages, c.old, c.new) for c in rows), strict=True)
         pages, old, new = (self._index([*chain.from_iterable(field)]) for field in fields)
-        return _Conversions(rows[0].side, pages, old, new)
+        return _Conversions(rows[0].side, pages, old, new, any(c.sparse_keys for c in rows))
+
+    def _keys_of(self, layer: int, c: _Conversions) -> Tensor | None:
+        """K blocks [N, H, 64, D] of V's pages, as they are: V is converted before K."""
+        if c.side == Side.K or not self.pruner.reads_keys:
+            return None
+        keys = self._keys(layer, c.pages)
+        if not c.sparse_keys:
+            return keys
+        pool = self.pool
+        refs = pool.refs[layer, Side.K, c.pages].long()
+        head = torch.arange(pool.heads, device=pool.device)
+        packed = pool.sparse_view(layer)[(-refs).clamp(min=0), head].flatten(0, 1)
+        pruned = unpack_blocks(packed, Side.K, pool.format).view(keys.shape)
+        return torch.where((refs < 0)[..., None, None], pruned, keys)
+
+    def _keys(self, layer: int, pages: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[N, H, 64, D]: K of pages in the dense slots `slots`, or, at -1, those of their refs."""
+        pool = self.pool
+        index = pool.refs[layer, Side.K, pages].long()
+        if slots is not None:
+            index = torch.where(slots[:, None] >= 0, slots[:, None], index)
+        head = torch.arange(pool.heads, device=pool.device)
+        return pool.dense_view(layer)[index.clamp(min=0), head]
 
     def _convert_singles(self, layer: int, c: _Conversions) -> Iterator[None]:
         """Dense pages, each to a sparse slot. Reads, yields, then writes."""
-        blocks = self.pool.dense_view(layer)[c.old]
+        blocks, keys = self.pool.dense_view(layer)[c.old], self._keys_of(layer, c)
         yield
         refs = c.new.to(torch.int32)[:, None].expand(-1, self.pool.heads).contiguous()
-        self._store_sparse(layer, c.side, blocks, refs)
+        self._store_sparse(layer, c.side, blocks, refs, keys)
         self.pool.refs[layer, c.side, c.pages] = refs
 
     def _convert_segment(self, layer: int, c: _Conversions) -> Iterator[None]:
@@ -230,8 +287,9 @@ class Compressor:
         means = pool.means_of(layer, c.side)
         if means is not None:
             old_means = means[(-refs).clamp(min=0), head]
+        keys = self._keys_of(layer, c)
         yield
-        pruned = self._prune(layer, c.side, blocks, ranked=True)
+        pruned = self._prune(layer, c.side, blocks, keys, ranked=True)
         assert pruned.losses is not None
         was_sparse = refs < 0
         losses = torch.where(was_sparse, torch.inf, pruned.losses)
@@ -247,18 +305,19 @@ class Compressor:
         sparse[slot, of] = packed[source, of]
         if means is not None:
             means[slot, of] = old_means[source, of]
-        keep, values = (None if x is None else x[order, head] for x in (pruned.keep, pruned.values))
-        in_order = replace(pruned, keep=keep, values=values)
+        names = ("keep", "values", "token_weights")
+        given = {name: x for name in names if (x := getattr(pruned, name)) is not None}
+        in_order = replace(pruned, **{name: x[order, head] for name, x in given.items()})
         stored = torch.where(fresh & ~moved, target, 0).to(torch.int32)
         self._store(layer, c.side, blocks[order, head], stored, in_order)
         pool.refs[layer, c.side, c.pages] = (
             torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
         )
 
-    def _place(self, layer: int, group: PageGroup, blocks: Tensor) -> None:
+    def _place(self, layer: int, group: PageGroup, blocks: Tensor, keys: Tensor | None) -> None:
         """Blocks [C, H, 64, D] of a segment onto its slots in rank order; refs follow."""
         pool, heads = self.pool, self.pool.heads
-        pruned = self._prune(layer, group.side, blocks, ranked=True)
+        pruned = self._prune(layer, group.side, blocks, keys, ranked=True)
         assert pruned.losses is not None
         order = select(pruned.losses, 0).order  # [C, H]
         new = self._index(list(group.refs))[:, None].expand(-1, heads)
@@ -267,9 +326,12 @@ class Compressor:
         self._store(layer, group.side, blocks, refs, pruned)
         pool.refs[layer, group.side, pages] = refs
 
-    def _store_sparse(self, layer: int, side: int, blocks: Tensor, refs: Tensor) -> None:
+    def _store_sparse(
+        self, layer: int, side: int, blocks: Tensor, refs: Tensor, keys: Tensor | None
+    ) -> None:
         """Prunes and packs blocks [N, H, 64, D], any view, into the sparse slots of refs [N, H]."""
-        self._store(layer, side, blocks, refs, self._prune(layer, side, blocks, ranked=False))
+        pruned = self._prune(layer, side, blocks, keys, ranked=False)
+        self._store(layer, side, blocks, refs, pruned)
 
     def _store(
         self, layer: int, side: int, blocks: Tensor, refs: Tensor, pruned: PrunedBlocks
@@ -286,11 +348,22 @@ class Compressor:
             means=self.pool.means_of(layer, side),
             factor=pruned.factor,
             values=pruned.values,
+            token_weights=pruned.token_weights,
         )
 
-    def _prune(self, layer: int, side: int, blocks: Tensor, *, ranked: bool) -> PrunedBlocks:
+    def _prune(
+        self, layer: int, side: int, blocks: Tensor, keys: Tensor | None, *, ranked: bool
+    ) -> PrunedBlocks:
         calibration = None if self.calibration is None else self.calibration[layer]
-        return self.pruner.prune(blocks, side, calibration, ranked=ranked)
+        keys = keys if side == Side.V else None
+        return self.pruner.prune(blocks, side, calibration, ranked=ranked, keys=keys)
+
+    def _load_keys(self, layer: int, k: Tensor, page: int, source: PageSource) -> Tensor:
+        """[H, 64, D]: K of a page whose V comes from `source`."""
+        if source.token >= 0:
+            return self._load(layer, k, source)
+        pages, slots = self._index([page]), self._index([self._key_slot(page)])
+        return self._keys(layer, pages, slots)[0]
 
     def _load(self, layer: int, own: Tensor, source: PageSource) -> Tensor:
         """[H, 64, D] of one page."""

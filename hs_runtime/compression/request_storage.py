@@ -302,9 +302,12 @@ class RequestStorage:
         return True
 
     def _units(self, state: RequestState) -> Iterable[tuple[int, tuple[int, ...], int]]:
-        """(side, pages, sparse count) that take their decode form before position is computed."""
+        """(side, pages, sparse count) that take their decode form before position is computed.
+
+        V before K, so that a pruner of V finds the K of the same pages as it was.
+        """
         rules, window = self.rules, self.rules.window_page(state.position)
-        for side in SIDES:
+        for side in reversed(SIDES):
             share, p = state.policy.decode.of(side), state.front[side]
             while share and p < window:
                 held = self.pool.spans[state.pages[p], side].pages
@@ -386,8 +389,10 @@ class RequestStorage:
         before = sum(slot.kind == SPARSE for slot in old)
         new = [slot or self.pool.allocate(kind) for slot, kind in zip(keep, kinds, strict=True)]
         ids = [state.pages[p] for p in pages]
-        refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
-        self.pool.queue(Convert(side, tuple(ids), *refs))
+        old_refs, new_refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
+        spans = (self.pool.spans[page, 0] for page in ids)
+        sparse_keys = side == 1 and any(s.kind == SPARSE for span in spans for s in span.slots)
+        self.pool.queue(Convert(side, tuple(ids), old_refs, new_refs, sparse_keys))
         phase = "transition" if state.position == state.n else "decode"
         self._count_formed(phase, count - before, 0)
         for page in ids:

@@ -29,6 +29,7 @@ class PrunedBlocks:
     weights f32 [H, D], without `keep`: the two largest |x| * weight, by channel
     factor  f32 [H, D, D], with `weights`: kept values take over what is pruned (the kernels'
             `compensate`)
+    token_weights  f32 [N, H, 64], without `keep`: of V, the two largest |x| * weight, by token
     """
 
     keep: Tensor | None = None
@@ -36,6 +37,7 @@ class PrunedBlocks:
     losses: Tensor | None = None
     weights: Tensor | None = None
     factor: Tensor | None = None
+    token_weights: Tensor | None = None
 
 
 class Pruner(Protocol):
@@ -57,6 +59,10 @@ class Pruner(Protocol):
         kept beside them. `prune` is given plain blocks all the same."""
 
     @property
+    def reads_keys(self) -> bool:
+        """Whether `prune` must be given the K blocks of the same pages with V blocks."""
+
+    @property
     def is_stored(self) -> bool:
         """Whether what it keeps is 2:4. If not it can be simulated, but not served."""
 
@@ -67,11 +73,13 @@ class Pruner(Protocol):
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
+        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         """Prune candidate pages `blocks` [N, H, 64, D] of one layer; `side` is 0 (K) or 1 (V).
 
         K is grouped by four neighbouring channels of a token, V by four neighbouring tokens of a
-        channel. `calibration` holds the layer's constants by the names of `Calibration`.
+        channel. `calibration` holds the layer's constants by the names of `Calibration`. `keys`
+        [N, H, 64, D] come with V blocks: as they were computed, unless prefill pruned them.
         `ranked=False` says that all N will be sparse, so losses are not needed. N may be 0. Does
         not mutate `blocks` and does not synchronise.
         """
@@ -84,6 +92,7 @@ class MagnitudePruner:
     name: str = "magnitude"
     needs_calibration: bool = False
     centers_values: bool = False
+    reads_keys: bool = False
     is_stored: bool = True
 
     def prune(
@@ -93,6 +102,7 @@ class MagnitudePruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
+        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         return PrunedBlocks(losses=dropped_norm(blocks, side) if ranked else None)
 
@@ -100,11 +110,16 @@ class MagnitudePruner:
 @dataclass(frozen=True, slots=True)
 class CalibratedPruner:
     """Ours. K: channels in calibrated order, chosen by |k| times the RMS of the query channel, and
-    kept values that take over what is pruned. V: what differs from the block's mean."""
+    kept values that take over what is pruned. V: what differs from the block's mean, chosen by its
+    magnitude times exp(s / 8), where s is the score that an average query gives the token's key:
+    what is attended to more counts a little more. Larger shares of s hurt the retrieval of tokens
+    that nothing has asked for yet.
+    """
 
     name: str = "calibrated"
     needs_calibration: bool = True
     centers_values: bool = True
+    reads_keys: bool = True
     is_stored: bool = True
 
     def prune(
@@ -114,11 +129,19 @@ class CalibratedPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
+        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         constants = _given(self.name, calibration)
         if side == V_SIDE:
-            rest = blocks - blocks.mean(2, keepdim=True, dtype=torch.float32) if ranked else None
-            return PrunedBlocks(losses=None if rest is None else dropped_norm(rest, side))
+            if keys is None:
+                raise ValueError(f"the pruner {self.name!r} prunes V with its keys, and got none")
+            scores = (keys.to(torch.float32) * constants["mean_score"][:, None]).sum(-1)
+            by_token = (scores / 8).exp()
+            losses = None
+            if ranked:
+                rest = blocks - blocks.mean(2, keepdim=True, dtype=torch.float32)
+                losses = dropped_norm(rest * by_token[..., None], side)
+            return PrunedBlocks(losses=losses, token_weights=by_token)
         weights = constants["query_rms"]
         losses = dropped_norm(blocks * weights[:, None], side) if ranked else None
         return PrunedBlocks(losses=losses, weights=weights, factor=constants["factor"])
@@ -133,6 +156,7 @@ class ChannelPruner:
     name: str = "channel"
     needs_calibration: bool = True
     centers_values: bool = False
+    reads_keys: bool = False
     is_stored: bool = True
 
     def prune(
@@ -142,6 +166,7 @@ class ChannelPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
+        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         constants = _given(self.name, calibration)
         if side == V_SIDE:
@@ -159,6 +184,7 @@ class RandomPruner:
     name: str = "random"
     needs_calibration: bool = False
     centers_values: bool = False
+    reads_keys: bool = False
     is_stored: bool = True
 
     def prune(
@@ -168,6 +194,7 @@ class RandomPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
+        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         bits = blocks.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
         tokens, channels = blocks.shape[-2:]
@@ -187,6 +214,7 @@ class UnstructuredPruner:
     name: str = "unstructured"
     needs_calibration: bool = False
     centers_values: bool = False
+    reads_keys: bool = False
     is_stored: bool = False
 
     def prune(
@@ -196,6 +224,7 @@ class UnstructuredPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
+        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         order = torch.sort(blocks.abs(), dim=-1, descending=True, stable=True).indices
         keep = torch.zeros(blocks.shape, dtype=torch.bool, device=blocks.device)

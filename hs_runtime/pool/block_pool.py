@@ -196,12 +196,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """Pages of one side go from old slots (refs) to new ones (refs, in rank order)."""
+    """Pages of one side go from old slots (refs) to new ones (refs, in rank order).
+
+    `sparse_keys`: V's pages, of which some K block is sparse already.
+    """
 
     side: int
     pages: tuple[int, ...]
     old: tuple[int, ...]
     new: tuple[int, ...]
+    sparse_keys: bool = False
 
 
 Operation = Bind | Share | Drop | Move | Convert

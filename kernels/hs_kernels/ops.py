@@ -53,13 +53,16 @@ def compress_blocks(
     weights: Tensor | None = None,
     means: Tensor | None = None,
     factor: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> None:
     """Prune blocks [N, Hkv, 64, D] and pack them into sparse slots of the arena.
 
     `slots` int32 [N, Hkv] are sparse slot numbers above 0; every (slot, head) may appear once. The
     rest is as in `store_blocks`.
     """
-    store_blocks(blocks, side, arena, -slots, fmt, keep, weights, means, factor, values)
+    store_blocks(
+        blocks, side, arena, -slots, fmt, keep, weights, means, factor, values, token_weights
+    )
 
 
 def store_blocks(
@@ -73,6 +76,7 @@ def store_blocks(
     means: Tensor | None = None,
     factor: Tensor | None = None,
     values: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> None:
     """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say.
 
@@ -84,10 +88,19 @@ def store_blocks(
     blocks. With `means` [sparse slots, Hkv, D] in the blocks' dtype, the mean over the tokens
     of each channel of a sparse V block goes there and is subtracted before pruning. `factor` f32
     [Hkv, D, D], with `weights`, makes the kept values of K take over what is pruned: see
-    `reference.compensate`.
+    `reference.compensate`. `token_weights` f32 [N, Hkv, 64] scale magnitudes of V by token.
     """
     _check_blocks(blocks, refs, fmt, "refs")
-    _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
+    rules = sum(x is not None for x in (keep, weights, token_weights))
+    _check(rules <= 1, "keep, weights and token_weights are rules; a block has one")
+    if token_weights is not None:
+        shape = tuple(blocks.shape[:3])
+        _check(side == Side.V, "token weights are of V")
+        _check(
+            tuple(token_weights.shape) == shape and token_weights.dtype == torch.float32,
+            f"token_weights are {token_weights.dtype} {list(token_weights.shape)}, not f32 "
+            f"{list(shape)}",
+        )
     _check(means is None or (side == Side.V and keep is None), _CENTERED)
     if values is not None and keep is None:
         keep = reference.keep_2_4(blocks, side)  # of the blocks, not of what is stored
@@ -108,15 +121,34 @@ def store_blocks(
             assert weights is not None
             keep, values = reference.compensate(blocks, weights, factor)
             weights = None
+        if token_weights is not None:
+            keep, values = _weighed_by_token(blocks, token_weights, refs, means)
+            means = None
         if values is not None:
-            cuda.store_blocks(
-                values.to(fmt.torch_dtype), int(side), arena, refs.clamp(max=0), 1, keep, None, None
-            )
+            stored = values.to(fmt.torch_dtype)
+            cuda.store_blocks(stored, int(side), arena, refs.clamp(max=0), 1, keep, None, None)
             refs, keep = refs.clamp(min=0), None  # what is left is dense
         cuda.store_blocks(blocks, int(side), arena, refs, 1, keep, weights, means)
         return
     _require_cpu("store_blocks", arena)
-    reference.store_blocks(blocks, side, arena, refs, fmt, keep, weights, means, factor, values)
+    reference.store_blocks(
+        blocks, side, arena, refs, fmt, keep, weights, means, factor, values, token_weights
+    )
+
+
+def _weighed_by_token(
+    blocks: Tensor, token_weights: Tensor, refs: Tensor, means: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The mask and the values of V blocks for devices; writes the means. Does not synchronise."""
+    values = blocks
+    if means is not None:
+        mean = blocks.to(torch.float32).mean(2).to(blocks.dtype)
+        values = (blocks.to(torch.float32) - mean[:, :, None].to(torch.float32)).to(blocks.dtype)
+        # The others write zeros to the dummy's, which is zero.
+        slots, head = (-refs).clamp(min=0).long(), torch.arange(refs.shape[1], device=refs.device)
+        means[slots, head] = torch.where(refs[..., None] < 0, mean, 0)
+    scaled = values.abs().to(torch.float32) * token_weights[..., None]
+    return reference.keep_2_4(scaled, Side.V), values
 
 
 def store_pages(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:

@@ -161,8 +161,11 @@ def _pair_solutions(factor: Tensor) -> Tensor:
     result = own.new_zeros((heads, groups, 6, GROUP, GROUP))
     for index, pair in enumerate(combinations(range(GROUP), KEPT)):
         columns = own[..., pair]  # [.., 4, 2]
-        squared = columns.transpose(-2, -1) @ columns
-        result[:, :, index, :, list(pair)] = columns @ torch.linalg.inv(squared)
+        a, b = columns.unbind(-1)
+        aa, ab, bb = ((x * y).sum(-1, keepdim=True) for x, y in ((a, a), (a, b), (b, b)))
+        determinant = aa * bb - ab * ab  # of columns' columns
+        first, second = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        result[:, :, index, :, pair[0]], result[:, :, index, :, pair[1]] = first, second
     return result.to(torch.float32)
 
 
@@ -376,6 +379,7 @@ def store_blocks(
     means: Tensor | None = None,
     factor: Tensor | None = None,
     values: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> None:
     """Write blocks [N, Hkv, 64, D] as their refs int32 [N, Hkv] say; see `ops.store_blocks`."""
     heads = blocks.shape[1]
@@ -395,6 +399,9 @@ def store_blocks(
     mask, stored = (None if x is None else x[n, head] for x in (keep, values))
     if weights is not None:
         scaled = chosen.abs().to(torch.float32) * weights[head][:, None]
+        mask = keep_2_4(scaled, side)
+    if token_weights is not None:
+        scaled = chosen.abs().to(torch.float32) * token_weights[n, head][..., None]
         mask = keep_2_4(scaled, side)
     raw = pack_blocks(chosen, side, fmt, mask, stored)
     sparse_slots(arena, fmt, heads)[slots, head] = raw

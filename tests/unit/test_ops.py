@@ -78,6 +78,29 @@ def test_a_factor_changes_what_is_kept_and_stored(dtype: str) -> None:
     assert torch.equal(got, want)
 
 
+def test_tokens_of_more_weight_are_kept_in_centered_values() -> None:
+    blocks = torch.randn(3, HEADS, 64, FMT.head_dim).to(torch.bfloat16)
+    weights = torch.rand(3, HEADS, 64)
+    refs = torch.tensor([[-1, -5], [2, -2], [-3, 0]], dtype=torch.int32)
+    means = torch.zeros(8, HEADS, FMT.head_dim, dtype=torch.bfloat16)
+    arena = empty_arena()
+    ops.store_blocks(blocks, Side.V, arena, refs, FMT, means=means, token_weights=weights)
+    mean = blocks.float().mean(2).to(torch.bfloat16)
+    centered = (blocks.float() - mean[:, :, None].float()).to(torch.bfloat16)
+    keep = reference.keep_2_4(centered.abs().float() * weights[..., None], Side.V)
+    want = torch.where(keep, centered, 0)
+    want[1, 0] = blocks[1, 0]
+    written = torch.where(refs == 0, -8, refs)  # what has no ref is left out
+    assert torch.equal(read(arena, written, Side.V)[:2], want[:2])
+    assert torch.equal(read(arena, written, Side.V)[2, 0], want[2, 0])
+    assert torch.equal(means[[5, 2], 1], mean[[0, 1], 1])
+    assert not means[0].any() and not means[[2, 5], 0].any()
+    with pytest.raises(ValueError, match="of V"):
+        ops.store_blocks(blocks, Side.K, arena, refs, FMT, token_weights=weights)
+    with pytest.raises(ValueError, match="a block has one"):
+        ops.store_blocks(blocks, Side.V, arena, refs, FMT, keep=keep, token_weights=weights)
+
+
 def test_values_of_dense_blocks_are_not_theirs() -> None:
     blocks, values = torch.randn(2, 2, HEADS, 64, FMT.head_dim).to(torch.bfloat16)
     keep = reference.keep_2_4(values, Side.V)

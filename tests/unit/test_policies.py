@@ -26,6 +26,7 @@ from hs_runtime.policies.pruner import (
     PRUNERS,
     V_SIDE,
     MagnitudePruner,
+    PrunedBlocks,
     build_pruner,
     select,
     sparse_count,
@@ -256,29 +257,33 @@ def test_loss_is_the_norm_of_the_two_smallest_of_four() -> None:
 CONSTANTS = {
     "query_rms": torch.rand(2, 64, generator=torch.Generator().manual_seed(1)),
     "key_rms": torch.rand(2, 64, generator=torch.Generator().manual_seed(2)),
+    "mean_score": torch.randn(2, 64, generator=torch.Generator().manual_seed(3)),
     "factor": torch.eye(64).repeat(2, 1, 1),
 }
+
+
+def pruned(name: str, blocks: torch.Tensor, side: int, *, ranked: bool = True) -> PrunedBlocks:
+    """By the pruner of that name, with constants, and the blocks themselves for keys."""
+    return build_pruner(name).prune(blocks, side, CONSTANTS, ranked=ranked, keys=blocks)
 
 
 @pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
 @pytest.mark.parametrize("name", PRUNERS)
 def test_answers_do_not_depend_on_the_batch(name: str, side: int) -> None:
     blocks = torch.randn(9, 2, 64, 64).to(torch.bfloat16)
-    together = build_pruner(name).prune(blocks, side, CONSTANTS)
-    alone = [build_pruner(name).prune(block[None], side, CONSTANTS) for block in blocks]
+    together, alone = pruned(name, blocks, side), [pruned(name, x[None], side) for x in blocks]
     assert together.losses is not None and together.losses.shape == (9, 2)
-    assert torch.equal(together.losses, torch.cat([each.losses for each in alone]))
-    if together.keep is not None:
-        assert torch.equal(together.keep, torch.cat([each.keep for each in alone]))
+    for field in ("losses", "keep", "token_weights"):
+        whole = getattr(together, field)
+        if whole is not None:
+            assert torch.equal(whole, torch.cat([getattr(each, field) for each in alone])), field
 
 
 @pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
 @pytest.mark.parametrize("name", PRUNERS)
 def test_blocks_need_not_be_contiguous(name: str, side: int) -> None:
     blocks = torch.randn(3, 64, 2, 64).transpose(1, 2)  # as they lie in a chunk's K or V
-    strided, packed = (
-        build_pruner(name).prune(each, side, CONSTANTS) for each in (blocks, blocks.contiguous())
-    )
+    strided, packed = (pruned(name, each, side) for each in (blocks, blocks.contiguous()))
     assert torch.equal(strided.losses, packed.losses)
     assert (strided.keep is None) == (packed.keep is None)
     if strided.keep is not None:
@@ -288,13 +293,14 @@ def test_blocks_need_not_be_contiguous(name: str, side: int) -> None:
 @pytest.mark.parametrize("name", PRUNERS)
 def test_no_losses_are_computed_unless_asked_for(name: str) -> None:
     blocks = torch.randn(2, 2, 64, 64)
-    assert build_pruner(name).prune(blocks, K_SIDE, CONSTANTS, ranked=False).losses is None
+    for side in (K_SIDE, V_SIDE):
+        assert pruned(name, blocks, side, ranked=False).losses is None
 
 
 @pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
 @pytest.mark.parametrize("name", PRUNERS)
 def test_no_pages_are_no_losses(name: str, side: int) -> None:
-    losses = build_pruner(name).prune(torch.empty(0, 2, 64, 64), side, CONSTANTS).losses
+    losses = pruned(name, torch.empty(0, 2, 64, 64), side).losses
     assert losses is not None
     assert losses.shape == (0, 2)
     assert select(losses, 500).sparse.shape == (0, 2)
@@ -305,7 +311,7 @@ def test_no_pages_are_no_losses(name: str, side: int) -> None:
 def test_masks_that_are_stored_keep_two_of_four(name: str, side: int) -> None:
     """And losses are what they drop."""
     pruner, blocks = build_pruner(name), torch.randn(3, 2, 64, 64)
-    answer = pruner.prune(blocks, side, CONSTANTS)
+    answer = pruned(name, blocks, side)
     if answer.keep is None:
         assert pruner.is_stored
         return
@@ -323,22 +329,33 @@ def test_a_pruner_without_its_constants_says_so(name: str) -> None:
         build_pruner(name).prune(torch.zeros(1, 2, 64, 64), K_SIDE)
 
 
-def test_calibrated_losses_weigh_keys_and_leave_out_the_mean_of_values() -> None:
+def test_calibrated_keys_are_weighed_by_the_queries() -> None:
     blocks = torch.randn(2, 2, 64, 64)
-    pruner = build_pruner("calibrated")
-    k, v = (pruner.prune(blocks, side, CONSTANTS) for side in (K_SIDE, V_SIDE))
+    answer = pruned("calibrated", blocks, K_SIDE)
     weighed = blocks * CONSTANTS["query_rms"][:, None]
-    magnitude = MagnitudePruner()
-    assert torch.equal(k.losses, magnitude.prune(weighed, K_SIDE).losses)
-    assert k.weights is CONSTANTS["query_rms"] and k.factor is CONSTANTS["factor"]
-    moved = blocks + 100 * torch.randn(2, 2, 1, 64)
-    torch.testing.assert_close(pruner.prune(moved, V_SIDE, CONSTANTS).losses, v.losses)
-    assert (v.keep, v.values, v.weights, v.factor) == (None, None, None, None)
+    assert torch.equal(answer.losses, MagnitudePruner().prune(weighed, K_SIDE).losses)
+    assert answer.weights is CONSTANTS["query_rms"] and answer.factor is CONSTANTS["factor"]
+    assert answer.token_weights is None
+
+
+def test_calibrated_values_are_weighed_by_the_average_score_of_their_keys() -> None:
+    values, keys = torch.randn(2, 2, 2, 64, 64)
+    pruner = build_pruner("calibrated")
+    answer = pruner.prune(values, V_SIDE, CONSTANTS, keys=keys)
+    scores = torch.einsum("nhtd,hd->nht", keys, CONSTANTS["mean_score"])
+    torch.testing.assert_close(answer.token_weights, (scores / 8).exp())
+    assert (answer.keep, answer.values, answer.weights, answer.factor) == (None, None, None, None)
+    rest = (values - values.mean(2, keepdim=True)) * answer.token_weights[..., None]
+    torch.testing.assert_close(answer.losses, MagnitudePruner().prune(rest, V_SIDE).losses)
+    moved = pruner.prune(values + torch.randn(2, 2, 1, 64), V_SIDE, CONSTANTS, keys=keys)
+    torch.testing.assert_close(moved.losses, answer.losses)
+    with pytest.raises(ValueError, match="with its keys"):
+        pruner.prune(values, V_SIDE, CONSTANTS)
 
 
 def test_static_masks_are_the_same_channels_in_every_token() -> None:
     blocks = torch.randn(2, 2, 64, 64)
-    keep = build_pruner("channel").prune(blocks, K_SIDE, CONSTANTS).keep
+    keep = pruned("channel", blocks, K_SIDE).keep
     assert (keep == keep[:1, :, :1]).all()
     strength = (CONSTANTS["query_rms"] * CONSTANTS["key_rms"]).view(2, 16, 4)
     kept = keep[0, :, 0].view(2, 16, 4)
@@ -348,8 +365,7 @@ def test_static_masks_are_the_same_channels_in_every_token() -> None:
 
 def test_random_masks_follow_from_the_content() -> None:
     blocks = torch.randn(1, 1, 64, 64)
-    keep = build_pruner("random").prune(blocks, V_SIDE).keep
-    other = build_pruner("random").prune(blocks + 1, V_SIDE).keep
+    keep, other = (pruned("random", x, V_SIDE).keep for x in (blocks, blocks + 1))
     agreement = (keep == other).float().mean()
     assert 0.45 < agreement < 0.65, "a third of the pairs would agree in both, a sixth in none"
     assert abs(keep[:, :, ::4].float().mean() - 0.5) < 0.1
