@@ -14,6 +14,8 @@ Saturation (`--saturate LENGTH`): as many prompts of that length as the cache ad
 once and answered with `--answer` tokens each. `window` is output tokens a second from the last
 first token to the first last one, when all decode and none prefills; `whole` is all output tokens
 over all the time.
+
+`--profile DIR` keeps a trace of eight decode steps at the first of `--lengths`.
 """
 
 from __future__ import annotations
@@ -113,6 +115,25 @@ def measure(
     return {**middle, "report": runs[-1]["report"]}
 
 
+def profile(engine: Any, length: int, policy: str | None, folder: Path) -> None:
+    """A trace of eight decode steps, for Perfetto or chrome://tracing."""
+
+    async def traced() -> None:
+        ids = prompt(length, random.Random(1))
+        stream = await engine.async_generate(
+            input_ids=ids, sampling_params=parameters(policy, 256), stream=True
+        )
+        started = False
+        async for output in stream:
+            if output["meta_info"]["completion_tokens"] >= 16 and not started:
+                started = True
+                await engine.tokenizer_manager.start_profile(
+                    output_dir=str(folder), num_steps=8, activities=["CPU", "GPU"]
+                )
+
+    engine.loop.run_until_complete(traced())
+
+
 def admitted(
     engine: Any, policy: str | None, length: int, answer: int, rows: int
 ) -> tuple[int, int]:
@@ -180,6 +201,7 @@ def main() -> None:
     parser.add_argument("--saturate", type=int, default=0, metavar="LENGTH")
     parser.add_argument("--saturate-policies", default="max")
     parser.add_argument("--answer", type=int, default=1024)
+    parser.add_argument("--profile", type=Path, metavar="DIR")
     parser.add_argument("--rows", type=int, default=48, help="requests at once, at most")
     args = parser.parse_args()
     lengths = [int(text) for text in args.lengths.split(",") if text]
@@ -230,6 +252,9 @@ def main() -> None:
             case = {"B": 1, "L": length, "policy": policy, **bytes_of}
             for name in ("ttft", "tpot"):
                 write(f"e2e_{name}", case, "s", found[name], known["stock"][f"{length} None"][name])
+        if args.profile:
+            profile(engine, length, policies[-1], args.profile / args.arm)
+            args.profile = None
     if args.saturate:
         for policy in args.saturate_policies.split(",") if ours else [None]:
             found = saturate(engine, args.saturate, policy, args.answer, args.rows)
