@@ -39,7 +39,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class Greedy:
-    """A greedy answer. `prompt_logprobs[i]` is that of prompt[i + 1].
+    """A greedy answer. `prompt_logprobs[i]` is that of prompt[i + 1]; `gaps[i]` is by how much
+    tokens[i] was better than the next best.
 
     `margin` is the smallest difference that decided something: between the second and the third of
     four elements, between the last sparse and the first dense block (relative to its loss), between
@@ -51,6 +52,7 @@ class Greedy:
     logprobs: list[float]
     prompt_logprobs: list[float]
     margin: float
+    gaps: list[float]
 
 
 def largest_two_of_four(x: Tensor, side: int) -> tuple[Tensor, float]:
@@ -227,12 +229,14 @@ def greedy(
     prompt_logprobs = table[:-1].gather(1, following[:, None])[:, 0].tolist()
     tokens: list[int] = []
     logprobs: list[float] = []
+    gaps: list[float] = []
     last = table[-1]
     while True:
         best, second = last.topk(2).values.tolist()
         request.margin = min(request.margin, best - second)
         tokens.append(int(last.argmax()))
         logprobs.append(best)
+        gaps.append(best - second)
         if len(tokens) == max_new:
-            return Greedy(tokens, logprobs, prompt_logprobs, request.margin)
+            return Greedy(tokens, logprobs, prompt_logprobs, request.margin, gaps)
         last = request.forward(tokens[-1:], n + len(tokens) - 1)[-1]
