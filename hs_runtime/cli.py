@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +27,9 @@ from hs_runtime.demo_model import DemoModelError, ensure_demo_model
 from hs_runtime.device import probe_devices
 from hs_runtime.launch import LaunchPlan, plan_launch
 from hs_runtime.policies.policy import ANCHORS, PRESETS, PolicyError, ServerConstants, parse_policy
+
+if TYPE_CHECKING:
+    from hs_runtime.policies.pruner import Pruner
 
 app = typer.Typer(
     help="Serve long contexts from a KV cache whose blocks are dense or 2:4-sparse.",
@@ -90,7 +92,8 @@ def serve(
         str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
     ] = "",
     calibration: Annotated[
-        Path | None, typer.Option(help="File written by `hs-runtime calibrate`.")
+        Path | None,
+        typer.Option(help="File of `hs-runtime calibrate`. Default: the one beside the model."),
     ] = None,
     kv_cache: Annotated[
         str, typer.Option(help="Size of the KV cache, e.g. 40GiB. Default: what memory allows.")
@@ -116,11 +119,8 @@ def serve(
                 window=window,
                 segment=segment,
                 anchor=anchor,
-                pruner=pruner or ("calibrated" if calibration else _DEFAULTS.pruner),
-                calibration=_digest(calibration) if calibration else "",
             ),
             default_policy=parse_policy(default_policy),
-            calibration_path=str(calibration.resolve()) if calibration else "",
             model_path=model,
             served_model_name=served_model_name,
             host=host,
@@ -131,10 +131,19 @@ def serve(
             kv_cache_bytes=_size_bytes(kv_cache) if kv_cache else 0,
         )
         read_api_key(config.api_key_file)  # a missing key is found before the model loads
-        config, plan = _resolve(config, device, context.args, fetch=not dry_run)
+        config, plan = _resolve(
+            *(config, device, context.args, pruner, calibration), fetch=not dry_run
+        )
+        _check_stored(config.constants)
     except (ConfigError, PolicyError, DemoModelError) as error:
         typer.secho(f"hs-runtime serve: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
+    if not pruner and not config.constants.calibration:
+        typer.echo(
+            f"no calibration of {config.model_name}: pruner {config.constants.pruner}, which loses "
+            f"more (make one with `hs-runtime calibrate --model {config.model_path}`)",
+            err=True,
+        )
     if dry_run:
         typer.echo(
             json.dumps(
@@ -212,23 +221,18 @@ def evaluate(
         typer.echo(line, err=True)
 
     try:
-        digest = _digest(calibration) if calibration else ""
-        constants = _constants(
-            sink=sink,
-            window=window,
-            segment=segment,
-            pruner=pruner or ("calibrated" if calibration else _DEFAULTS.pruner),
-            calibration=digest,
-        )
+        constants = _constants(sink=sink, window=window, segment=segment)
         config = RuntimeConfig(
             constants=constants,
-            calibration_path=str(calibration.resolve()) if calibration else "",
             model_path=model,
             kv_cache_bytes=_size_bytes(kv_cache) if kv_cache else 0,
         )
         suites = parse_suites(suite or ["kl"])
         texts = read_texts(text) if text else bundled_texts()
-        config, plan = _resolve(config, device, context.args, fetch=True)
+        config, plan = _resolve(
+            *(config, device, context.args, pruner, calibration), fetch=True, keep_file=True
+        )
+        digest = _digest(Path(config.calibration_path)) if config.calibration_path else ""
         chosen = parse_arms(arms or [",".join(PRESETS)], config.constants, digest)
         described = _model_config(config.model_path)
         target = Target(
@@ -248,6 +252,48 @@ def evaluate(
         typer.secho(f"hs-runtime eval: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
     typer.echo((output / TABLE).read_text(encoding="utf-8"))
+
+
+@app.command()
+def calibrate(
+    model: Annotated[
+        str,
+        typer.Option("--model", "--model-path", help="Folder with the model; or 'demo'."),
+    ] = DEMO_MODEL,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to read, UTF-8. Default: a bundled one, in English.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="How many of its tokens are read.")] = 9216,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write. Default: beside the model.")
+    ] = None,
+    device: Annotated[str, typer.Option(help=" | ".join(_DEVICES))] = "auto",
+) -> None:
+    """Measure a model's queries and keys once, so that pruning costs less; `serve` finds the file.
+
+    The model reads the text with its own weights, which takes a minute for a small one on a CPU.
+    """
+    from hs_runtime.calibration import FILE_NAME, save_calibration
+    from hs_runtime.calibration.calibrate import calibrate as measure
+    from hs_runtime.calibration.calibrate import read_text
+
+    try:
+        devices = probe_devices(_device_name(device))
+        if not devices:
+            raise ConfigError("device: 'cuda' and torch sees no CUDA device")
+        path = str(ensure_demo_model()) if model == DEMO_MODEL else model
+        if _model_config(path) is None:
+            raise ConfigError(f"model: {model!r} is no folder on this disk")
+        target = output or Path(path).expanduser() / FILE_NAME
+        made = measure(path, read_text(text), tokens=tokens, device=devices[0].kind)
+        try:
+            save_calibration(made, target)
+        except OSError as error:
+            raise ConfigError(f"output: cannot write {target} ({error})") from error
+    except (ConfigError, DemoModelError) as error:
+        typer.secho(f"hs-runtime calibrate: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{target}: {target.stat().st_size / 1e6:.1f} MB from {made.tokens} tokens")
 
 
 @app.command()
@@ -304,7 +350,8 @@ def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) 
     if config is None:
         raise ConfigError(f"model: {model!r} is no folder on this disk")
     size = _size_bytes(kv_cache) if kv_cache else kv_bytes_of(devices[0], path, config)
-    found = capacity(KVShape.of(config, devices[0]), size, _DEFAULTS)
+    calibrated = _calibration_file(path, model == DEMO_MODEL, None) is not None
+    found = capacity(KVShape.of(config, devices[0]), size, _DEFAULTS, centered=calibrated)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
         return
@@ -318,14 +365,25 @@ def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) 
 
 
 def _resolve(
-    config: RuntimeConfig, device: str, passed: list[str], *, fetch: bool
+    config: RuntimeConfig,
+    device: str,
+    passed: list[str],
+    pruner: str,
+    calibration: Path | None,
+    *,
+    fetch: bool,
+    keep_file: bool = False,
 ) -> tuple[RuntimeConfig, LaunchPlan]:
-    """Find the device and the model, and settle what depends on them."""
-    _check_pruner(config.constants)
+    """Find the device, the model and its calibration, and settle what depends on them.
+
+    `keep_file` names the calibration file even if the pruner needs none: others of this run may.
+    """
+    _check_pruner(pruner)
     devices = probe_devices(_device_name(device))
     if not devices:
         raise ConfigError("device: 'cuda' and torch sees no CUDA device (see `hs-runtime doctor`)")
-    if config.model_path == DEMO_MODEL:
+    is_demo = config.model_path == DEMO_MODEL
+    if is_demo:
         path = str(ensure_demo_model()) if fetch else DEMO_MODEL
         name = config.served_model_name or DEMO_MODEL_NAME
         config = replace(config, model_path=path, served_model_name=name)
@@ -336,19 +394,61 @@ def _resolve(
         passed,
         kv_cache_bytes=config.kv_cache_bytes,
     )
-    constants = _constants(**{**_as_dict(config.constants), "chunk": plan.chunk})
-    return replace(config, constants=constants, kv_cache_bytes=plan.kv_cache_bytes), plan
+    file = _calibration_file(config.model_path, is_demo, calibration)
+    chosen = pruner or ("calibrated" if file else _DEFAULTS.pruner)
+    needed = _check_pruner(chosen).needs_calibration
+    if needed and file is None:
+        raise ConfigError(
+            f"pruner: {chosen!r} needs --calibration FILE (make one with `hs-runtime calibrate "
+            f"--model {config.model_path}`)"
+        )
+    settled = {
+        "chunk": plan.chunk,
+        "pruner": chosen,
+        "calibration": _digest(file) if file and needed else "",
+    }
+    config = replace(
+        config,
+        constants=_constants(**{**_as_dict(config.constants), **settled}),
+        calibration_path=str(file) if file and (needed or keep_file) else "",
+        kv_cache_bytes=plan.kv_cache_bytes,
+    )
+    return config, plan
 
 
-def _check_pruner(constants: ServerConstants) -> None:
+def _calibration_file(model_path: str, is_demo: bool, given: Path | None) -> Path | None:
+    """The calibration of a model, checked: the given file, else its own, else None."""
+    from hs_runtime.calibration import default_file, load_calibration
+
+    is_folder = Path(model_path).expanduser().is_dir()
+    if given is not None and not is_folder and not is_demo:
+        raise ConfigError(
+            f"calibration: whether it was made for {model_path!r} can only be checked against a "
+            "folder (download the model, and give --model FOLDER)"
+        )
+    file = Path(_existing(given, "calibration")) if given else None
+    file = file or default_file(model_path, is_demo=is_demo)
+    if file is not None:
+        load_calibration(file, model_path if is_folder else None)
+    return file
+
+
+def _check_pruner(name: str) -> Pruner:
     from hs_runtime.policies.pruner import build_pruner  # torch, which `--help` need not wait for
 
     try:
-        pruner = build_pruner(constants.pruner)
+        return build_pruner(name or _DEFAULTS.pruner)
     except ValueError as error:
         raise ConfigError(f"pruner: {error}") from error
-    if pruner.needs_calibration and not constants.calibration:
-        raise ConfigError(f"pruner: {constants.pruner!r} needs --calibration FILE")
+
+
+def _check_stored(constants: ServerConstants) -> None:
+    """A server stores blocks; what cannot be stored 2:4 is for the evaluation to simulate."""
+    if not _check_pruner(constants.pruner).is_stored:
+        raise ConfigError(
+            f"pruner: {constants.pruner!r} keeps what a 2:4 block cannot hold, so it can only be "
+            f"simulated (hs-runtime eval --arms {constants.pruner})"
+        )
 
 
 def _as_dict(constants: ServerConstants) -> dict[str, Any]:
@@ -392,7 +492,9 @@ def _existing(path: Path, setting: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(Path(_existing(path, "calibration")).read_bytes()).hexdigest()
+    from hs_runtime.calibration import digest
+
+    return digest(path)
 
 
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "GB": 10**9, "MB": 10**6, "kB": 1000}

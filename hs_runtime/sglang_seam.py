@@ -219,21 +219,25 @@ def _resolve_memory(orig: Callable[..., Any], self: Any, *args: Any) -> Any:
     made for what they hold when all is sparse."""
     from sglang.srt.runtime_context import get_parallel
 
+    from hs_runtime.policies.pruner import build_pruner
     from hs_runtime.pool.kv_pool import HieraKVPool, block_format
     from hs_runtime.pool.sizing import dense_tokens_of, size_pool
 
     config = orig(self, *args)
     runtime = RuntimeConfig.from_env()
-    fmt = block_format(self.model_config.head_dim, self.kv_cache_dtype)
-    tokens = config.max_total_num_tokens
-    if runtime.kv_cache_bytes:
-        heads = self.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
-        layers = self.layer_info.num_effective_layers
-        wanted = dense_tokens_of(fmt, runtime.kv_cache_bytes, layers=layers, heads=heads)
-        tokens = min(tokens, wanted)
     constants = runtime.constants
+    pruner = build_pruner(constants.pruner)
+    dtype = self.kv_cache_dtype
+    fmt = block_format(self.model_config.head_dim, dtype, packed=pruner.is_stored)
+    heads = self.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+    layers = self.layer_info.num_effective_layers
+    size_bytes = config.max_total_num_tokens // 64 * 2 * fmt.dense_bytes * heads * layers
+    if runtime.kv_cache_bytes:
+        size_bytes = min(size_bytes, runtime.kv_cache_bytes)
+    centered = pruner.centers_values
+    tokens = dense_tokens_of(fmt, size_bytes, layers=layers, heads=heads, centered=centered)
     spare = (constants.window + 2 * constants.segment) // 64 * config.max_running_requests
-    size = size_pool(fmt, tokens, spare_pages=spare)
+    size = size_pool(fmt, tokens, spare_pages=spare, centered=centered)
     HieraKVPool.next_size = size
     config.max_total_num_tokens = size.pages * 64
     return config
@@ -563,14 +567,20 @@ def create_backend(runner: Any) -> Any:
         problems.append(f"the allocator is {name}, not HieraAllocator")
     if problems:
         raise StartupRefused("; ".join(problems))
-    constants = RuntimeConfig.from_env().constants
-    pool = runner.token_to_kv_pool
+    config = RuntimeConfig.from_env()
+    pool, pruner = runner.token_to_kv_pool, build_pruner(config.constants.pruner)
+    if not pruner.is_stored and pool.block_pool.device.type != "cpu":
+        raise StartupRefused(f"pruner {pruner.name!r} is simulated on the CPU alone (--device cpu)")
+    calibration = None
+    if pruner.needs_calibration:
+        calibration = _calibration_of_rank(config, runner.model_config.model_path, pool.block_pool)
     compressor = Compressor(
         pool.block_pool,
-        build_pruner(constants.pruner),
-        fault=_injected_fault(RuntimeConfig.from_env().injected_fault),
+        pruner,
+        calibration.layers if calibration else None,
+        fault=_injected_fault(config.injected_fault),
     )
-    logger.info("hierasparse serves with %s", constants.to_json())
+    logger.info("hierasparse serves with %s", config.constants.to_json())
     from sglang.srt.runtime_context import get_parallel
 
     return HieraAttnBackend(
@@ -579,7 +589,32 @@ def create_backend(runner: Any) -> Any:
         compressor,
         q_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
         max_rows=runner.req_to_token_pool.size,
+        permutation=calibration.permutation if calibration else None,
     )
+
+
+def _calibration_of_rank(config: RuntimeConfig, model_path: str, pool: Any) -> Any:
+    """This rank's part of the calibration file, on the pool's device; StartupRefused if the file is
+    not the one that the constants name, or not of this model."""
+    from pathlib import Path
+
+    from sglang.srt.runtime_context import get_parallel
+
+    from hs_runtime.calibration import digest, load_calibration
+
+    path = Path(config.calibration_path)
+    if not path.is_file() or digest(path) != config.constants.calibration:
+        raise StartupRefused(f"calibration: {path} is gone or has changed (start the server anew)")
+    loaded = load_calibration(path, model_path if Path(model_path).is_dir() else None)
+    parallel = get_parallel()
+    part = loaded.of_rank(parallel.attn_tp_rank, parallel.attn_tp_size)
+    expected = (pool.layers, pool.heads, pool.format.head_dim)
+    if tuple(part.permutation.shape) != expected:
+        raise StartupRefused(
+            f"calibration: {path} has {list(part.permutation.shape)} layers, kv heads and "
+            f"channels, not {list(expected)}"
+        )
+    return part.to(pool.device)
 
 
 def _injected_fault(text: str) -> Callable[[], None] | None:

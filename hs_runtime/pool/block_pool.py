@@ -274,6 +274,11 @@ class BlockPool:
         """Of one block; 0 without means."""
         return self.format.mean_bytes if self.means is not None else 0
 
+    def bytes_of(self, dense: int, sparse: int) -> int:
+        """Bytes of so many slots."""
+        size = self.slot_bytes
+        return dense * size[DENSE] + sparse * size[SPARSE]
+
     @property
     def used_bytes(self) -> int:
         return sum(self.ledger.used[kind] * size for kind, size in self.slot_bytes.items())

@@ -27,13 +27,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from hs_kernels.block_format import BlockKind
 from hs_runtime.batching import BatchPlanner, seq_lens_agree
 from hs_runtime.compression import RequestState, RequestStorage
 from hs_runtime.policies.policy import DENSE, ServerConstants, namespace
 from hs_runtime.pool.allocator import HieraAllocator
 from hs_runtime.pool.pool_metrics import PoolMetrics
 from hs_runtime.scheduler.lifecycle import Lifecycle
+from hs_runtime.scheduler.rank_check import RankCheck, gather_over
 from hs_runtime.scheduler.request_slots import namespace_digest, policy_of, report, state_of
 
 
@@ -47,6 +47,7 @@ class HieraRadixCache(RadixCache):
         *,
         check: bool = True,
         check_always: bool = False,
+        check_ranks: bool = False,
     ) -> None:
         allocator = params.token_to_kv_pool_allocator
         if not isinstance(allocator, HieraAllocator):
@@ -69,6 +70,8 @@ class HieraRadixCache(RadixCache):
         self._fresh: list[TreeNode] = []  # made when the last batch was planned
         self._check, self._check_always, self._checked = check, check_always, False
         self._metrics = PoolMetrics(self.block_pool) if params.enable_metrics else None
+        group = params.tp_cache_group if check_ranks else None
+        self._rank_check = RankCheck(gather_over(group)) if group is not None else None
 
     def reset(self) -> None:
         super().reset()
@@ -324,10 +327,27 @@ class HieraRadixCache(RadixCache):
         self._checked = False
         if self._check_always:
             self.check_integrity()
+        if self._rank_check is not None:
+            self._rank_check.compare(self.counters(), plan.operations)
         if self._metrics is not None:
             self._metrics.planned(phase, time.perf_counter() - started)
             self._metrics.publish(self.storage.formed)
         self.allocator.get_kvcache().offer_plan(plan)
+
+    def counters(self) -> dict[str, Any]:
+        """What every rank must count alike: pages, slots, superblocks and requests."""
+        assert self.storage is not None
+        pool, storage = self.block_pool, self.storage
+        return {
+            "used": sorted(pool.ledger.used.items()),
+            "moves": pool.ledger.moves,
+            "evictable": sorted(pool.evictable.items()),
+            "free_pages": self.free_page_count(),
+            "cached_pages": self.evictable_pages(),
+            "compressed": storage.compressed_blocks,
+            "retractions": storage.retractions,
+            "requests": [(each.rid, each.position, each.pages) for each in storage.active.values()],
+        }
 
     def plan_extend(self, batch: Any) -> None:
         started = time.perf_counter()
@@ -453,12 +473,8 @@ class HieraRadixCache(RadixCache):
 
     def describe(self, state: RequestState, tokens: int) -> dict[str, Any]:
         """Blocks and bytes of this rank that hold the first `tokens` tokens of the request."""
-        pool, size = self.block_pool, self.block_pool.slot_bytes
-        blocks = pool.layers * pool.heads
-
-        def bytes_of(dense: int, sparse: int) -> int:
-            return dense * size[BlockKind.DENSE] + sparse * size[BlockKind.SPARSE_2_4]
-
+        pool = self.block_pool
+        blocks, bytes_of = pool.layers * pool.heads, pool.bytes_of
         form = self.storage.form(state, tokens) if self.storage else (0, 0)
         prompt = state.prompt_form or form
         return {

@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 from hs_kernels import build
 from hs_runtime import __version__, cli, doctor
+from hs_runtime.calibration import FILE_NAME, digest, load_calibration
 from hs_runtime.cli import app
 from hs_runtime.config import (
     CACHE_VARIABLE,
@@ -25,7 +25,8 @@ from hs_runtime.config import (
 )
 from hs_runtime.demo_model import MODEL_NAME, DemoModelError
 from hs_runtime.device import Device
-from hs_runtime.policies.pruner import PRUNERS, MagnitudePruner
+from tests.support.calibrations import write_calibration
+from tests.support.checkpoints import tiny_llama
 
 GIB = 1 << 30
 
@@ -43,6 +44,11 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"hidden_size": 64}))
     return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return tiny_llama(tmp_path / "tiny")
 
 
 def invoke(*words: str) -> Result:
@@ -109,25 +115,50 @@ def test_unknown_flags_pass_to_sglang(model: Path) -> None:
     assert arguments[-3:] == ["--context-length", "4096", "--tp-size=1"]
 
 
-@dataclass(frozen=True)
-class Calibrated(MagnitudePruner):
-    name: str = "calibrated"
-    needs_calibration: bool = True
+def chosen(*words: str) -> tuple[str, str, str]:
+    config, _ = planned(*words)
+    return config.constants.pruner, config.constants.calibration, config.calibration_path
 
 
 def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Path
 ) -> None:
-    monkeypatch.setitem(PRUNERS, "calibrated", Calibrated)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"constants")
-    config, _ = planned("--calibration", str(path))
-    assert config.constants.calibration == hashlib.sha256(b"constants").hexdigest()
-    assert config.constants.pruner == "calibrated"
-    assert config.calibration_path == str(path)
-    chosen = planned("--calibration", str(path), "--pruner", "magnitude")[0]
-    assert chosen.constants.pruner == "magnitude"
-    assert "needs --calibration" in refusal("--pruner", "calibrated")
+    path = write_calibration(tmp_path / "constants", tiny)
+    named = ("calibrated", hashlib.sha256(path.read_bytes()).hexdigest(), str(path))
+    given = ("--model", str(tiny), "--calibration", str(path))
+    assert chosen(*given) == named
+    assert chosen(*given, "--pruner", "channel") == ("channel", *named[1:])
+    assert chosen(*given, "--pruner", "magnitude") == ("magnitude", "", "")
+
+
+def test_a_calibration_beside_the_model_is_found_and_its_absence_said(tiny: Path) -> None:
+    words = ("serve", "--dry-run", "--device", "cpu", "--model", str(tiny))
+    without = invoke(*words)
+    assert "hs-runtime calibrate --model" in without.stderr and "magnitude" in without.stderr
+    assert "hs-runtime calibrate --model" in refusal("--model", str(tiny), "--pruner", "calibrated")
+    path = write_calibration(tiny / FILE_NAME, tiny)
+    assert chosen("--model", str(tiny)) == ("calibrated", digest(path), str(path))
+    assert not invoke(*words).stderr
+    assert chosen("--model", str(tiny), "--pruner", "random") == ("random", "", "")
+
+
+def test_the_demonstration_model_comes_with_its_calibration() -> None:
+    pruner, _, path = chosen()
+    assert pruner == "calibrated"
+    calibration = load_calibration(Path(path))
+    assert calibration.permutation.shape == (30, 3, 64)
+
+
+def test_a_calibration_of_another_model_is_refused(tmp_path: Path, tiny: Path) -> None:
+    other = tiny_llama(tmp_path / "other", seed=1)
+    path = write_calibration(tmp_path / "constants", other)
+    words = ("--calibration", str(path))
+    assert "another model" in refusal("--model", str(tiny), *words)
+    assert "folder" in refusal("--model", "hub/name", *words)
+
+
+def test_what_cannot_be_stored_is_simulated_and_not_served() -> None:
+    assert "hs-runtime eval" in refusal("--pruner", "unstructured")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +171,7 @@ def test_a_calibration_file_is_named_by_its_content_and_chooses_the_pruner(
         (["--pruner", "psychic"], "magnitude"),
         (["--model", "./no-such-folder"], "no folder"),
         (["--calibration", "./no-such-file"], "no file"),
+        (["--calibration", __file__], "no calibration file"),
         (["--api-key-file", "./no-such-file"], "cannot read"),
         (["--kv-cache", "much"], "GiB"),
         (["--kv-cache", "0GiB"], "GiB"),

@@ -17,7 +17,7 @@ SOURCE_ROOTS = {
     "hs_server": ROOT / "server",
 }
 
-# An upgrade of SGLang is a review of these nine files.
+# An upgrade of SGLang is a review of these ten files.
 IMPORT_SGLANG = {
     "hs_runtime.pool.kv_pool",
     "hs_runtime.pool.allocator",
@@ -27,6 +27,7 @@ IMPORT_SGLANG = {
     "hs_runtime.attention.backend",
     "hs_runtime.sglang_seam",
     "hs_runtime.spawn",
+    "hs_runtime.evaluation.engine",
     "hs_server.engine",
 }
 
@@ -77,6 +78,7 @@ MAY_IMPORT = {
         *FREE,
     ),
     "hs_runtime.demo_model": FREE,
+    "hs_runtime.calibration": FREE,
     "hs_runtime.launch": ("hs_runtime.device", *FREE),
     "hs_runtime.capacity": (
         "hs_runtime.device",
@@ -87,6 +89,13 @@ MAY_IMPORT = {
         "hs_kernels.block_format",
         *FREE,
     ),
+    "hs_runtime.evaluation": (
+        "hs_runtime.device",
+        "hs_runtime.launch",
+        "hs_runtime.policies",
+        *FREE,
+    ),
+    "hs_runtime.evaluation.engine": WIRING,
     "hs_runtime.sglang_seam": WIRING,
     "hs_runtime.spawn": WIRING,
     # Commands; the seam and the server are looked up when the command runs, not at import.

@@ -1,0 +1,25 @@
+"""What is measured once of a model, so that pruning costs little: channel order, query statistics.
+
+`file` reads and writes it; `calibrate` makes it, with the model's own forward pass. No CUDA, and no
+transformers until `calibrate` runs.
+"""
+
+from hs_runtime.calibration.file import (
+    FILE_NAME,
+    Calibration,
+    default_file,
+    digest,
+    fingerprint,
+    load_calibration,
+    save_calibration,
+)
+
+__all__ = [
+    "FILE_NAME",
+    "Calibration",
+    "default_file",
+    "digest",
+    "fingerprint",
+    "load_calibration",
+    "save_calibration",
+]

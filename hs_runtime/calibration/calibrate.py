@@ -1,0 +1,210 @@
+"""Makes a calibration: the model reads a text, and moments of its queries and keys are kept.
+
+The forward pass is transformers' own; its attention function is replaced by one that adds what it
+sees after RoPE to the moments. Only those are kept, [Hkv, D, D] for each layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hs_runtime.calibration.file import Calibration, fingerprint
+from hs_runtime.config import ConfigError
+
+DEFAULT_TEXT: Final = Path(__file__).parent / "data" / "jargon.txt.xz"
+DEFAULT_TOKENS: Final = 9216
+LEAST_TOKENS: Final = 512
+WINDOW: Final = 3072  # tokens that the model reads at once, each window from position 0
+RIDGE: Final = 0.02  # of the mean of E[q q']'s diagonal: directions that no query of the text took
+_ATTENTION: Final = "hierasparse_calibration"
+
+
+@dataclass(eq=False, slots=True)
+class Moments:
+    """Sums over the tokens of one layer, f64: of the queries of each kv head, and of its keys."""
+
+    scale: float  # of the softmax
+    queries: int = 0
+    keys: int = 0
+    query_sum: Tensor = field(default_factory=lambda: torch.zeros(()))  # [Hkv, D]
+    query_square: Tensor = field(default_factory=lambda: torch.zeros(()))  # [Hkv, D, D]
+    key_square: Tensor = field(default_factory=lambda: torch.zeros(()))  # [Hkv, D]
+
+    def add(self, q: Tensor, k: Tensor) -> None:
+        """q [Hq, T, D] and k [Hkv, T, D] after RoPE; the query heads of a kv head are neighbours
+        and count alike."""
+        heads, tokens, channels = k.shape
+        rows = q.to(torch.float32).reshape(heads, -1, channels)
+        keys = k.to(torch.float32)
+        self.queries += rows.shape[1]
+        self.keys += tokens
+        # One product for each window in f32, their sum in f64: no window is long enough to lose.
+        self.query_square = self.query_square.to(q.device) + (rows.mT @ rows).to(torch.float64)
+        self.query_sum = self.query_sum.to(q.device) + rows.sum(1, dtype=torch.float64)
+        self.key_square = self.key_square.to(q.device) + keys.square().sum(1, dtype=torch.float64)
+
+
+@torch.inference_mode()
+def calibrate(
+    model_path: str,
+    text: str,
+    *,
+    tokens: int = DEFAULT_TOKENS,
+    device: str = "cpu",
+) -> Calibration:
+    """The calibration of the model in a local folder, from the first `tokens` tokens of `text`.
+
+    The same folder, text and machine give the same constants. Progress goes to stderr. Raises
+    ConfigError when the text is too short or the model cannot be read.
+    """
+    found = fingerprint(model_path)  # before the model loads: a folder without weights ends here
+    ids = _encode(model_path, text, tokens)
+    moments = measure(model_path, ids, device)
+    return build_calibration(
+        moments,
+        fingerprint=found,
+        text=hashlib.sha256(text.encode("utf-8")).hexdigest(),
+        tokens=len(ids),
+    )
+
+
+def read_text(path: Path | None) -> str:
+    """The text of a file in UTF-8, `.xz` unpacked; None is the bundled one."""
+    chosen = path or DEFAULT_TEXT
+    try:
+        data = chosen.read_bytes()
+        return (lzma.decompress(data) if chosen.suffix == ".xz" else data).decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text: cannot read {chosen} ({error})") from error
+
+
+def _encode(model_path: str, text: str, tokens: int) -> list[int]:
+    from transformers import AutoTokenizer
+
+    if tokens < LEAST_TOKENS:
+        raise ConfigError(f"tokens: {tokens} (choose at least {LEAST_TOKENS})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {model_path} has no readable tokenizer ({error})") from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < tokens:
+        raise ConfigError(
+            f"text: {len(ids)} tokens, and {tokens} are to be read (give a longer text, "
+            "or a smaller --tokens)"
+        )
+    return ids[:tokens]
+
+
+def measure(model_path: str, ids: list[int], device: str) -> list[Moments]:
+    """Moments of every layer while the model reads `ids`, in windows."""
+    from tqdm import tqdm
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    moments: dict[int, Moments] = {}
+    bar = tqdm(unit="layer", file=sys.stderr, disable=None)
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        scaling: float | None = None,
+        **__: Any,
+    ) -> tuple[Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        moments.setdefault(module.layer_idx, Moments(scale)).add(query[0], key[0])
+        bar.update()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_ATTENTION, attend)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            local_files_only=True,
+            dtype=torch.float32 if device == "cpu" else "auto",
+            attn_implementation=_ATTENTION,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: transformers cannot load {model_path} ({error})") from error
+    model = model.to(device).eval()
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    windows = list(_windows(ids))
+    bar.reset(total=layers * len(windows))
+    with bar:
+        for window in windows:  # the body alone: logits of a window would be the largest tensor
+            model.base_model(torch.tensor([window], device=device), use_cache=False)
+    if sorted(moments) != list(range(layers)):
+        raise ConfigError(
+            f"model: {len(moments)} of {layers} layers showed their queries, so this architecture "
+            "cannot be calibrated (choose --pruner magnitude)"
+        )
+    return [moments[layer] for layer in range(layers)]
+
+
+def _windows(ids: list[int]) -> Iterator[list[int]]:
+    for start in range(0, len(ids), WINDOW):
+        yield ids[start : start + WINDOW]
+
+
+def build_calibration(
+    moments: list[Moments], *, fingerprint: str, text: str, tokens: int
+) -> Calibration:
+    """Constants from the moments of all layers."""
+    layers = [_constants(each) for each in moments]
+    stacked = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+    return Calibration(**stacked, fingerprint=fingerprint, text=text, tokens=tokens)
+
+
+def _constants(moments: Moments) -> dict[str, Tensor]:
+    """One layer's tensors, on the CPU, as `Calibration` names them."""
+    second = moments.query_square.cpu() / moments.queries
+    query_rms = second.diagonal(dim1=-2, dim2=-1).sqrt()
+    key_rms = (moments.key_square.cpu() / moments.keys).sqrt()
+    order = spread_order(query_rms * key_rms)
+    mean_score = moments.scale * (moments.query_sum.cpu() / moments.queries).gather(1, order)
+    rows = second.gather(1, order[:, :, None].expand(second.shape))
+    second = rows.gather(2, order[:, None, :].expand(second.shape))
+    return {
+        "permutation": order.to(torch.int32),
+        "query_rms": query_rms.gather(1, order).to(torch.float32),
+        "mean_score": mean_score.to(torch.float32),
+        "key_rms": key_rms.gather(1, order).to(torch.float32),
+        "factor": compensation_factor(second),
+    }
+
+
+def spread_order(strength: Tensor) -> Tensor:
+    """int64 [Hkv, D]: channels sorted by `strength` [Hkv, D] and dealt to groups of four, so that
+    each group has one of every quartile. Half-split RoPE puts strong channels side by side, where
+    2:4 would have to drop some of them."""
+    heads, channels = strength.shape
+    ranked = torch.sort(strength, dim=1, descending=True, stable=True).indices
+    order: Tensor = ranked.view(heads, 4, channels // 4).transpose(1, 2).reshape(heads, channels)
+    return order
+
+
+def compensation_factor(second: Tensor) -> Tensor:
+    """f32 [Hkv, D, D], upper triangular U with U' U = the inverse of E[q q'] (f64 [Hkv, D, D]) with
+    a ridge, scaled to a diagonal of geometric mean 1."""
+    channels = second.shape[-1]
+    ridge = RIDGE * second.diagonal(dim1=-2, dim2=-1).mean(-1)
+    ridge = torch.where(ridge > 0, ridge, 1.0)  # a head whose queries are zero
+    inverse = torch.linalg.inv(second + ridge[:, None, None] * torch.eye(channels))
+    factor = torch.linalg.cholesky((inverse + inverse.mT) / 2, upper=True)
+    scale = factor.diagonal(dim1=-2, dim2=-1).log().mean(-1).exp()
+    scaled: Tensor = factor / scale[:, None, None]
+    return scaled.to(torch.float32)
