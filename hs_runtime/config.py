@@ -89,6 +89,7 @@ class RuntimeConfig:
     `kv_cache_bytes` is the size of the arena of all layers on one rank; 0 takes what SGLang's own
     memory profile leaves. `check_integrity` verifies the pool's conservation laws whenever the
     scheduler is idle, `check_integrity_always` also after every planned batch (slow: for tests).
+    `check_ranks` compares what the tensor-parallel ranks count after every batch (slow: for tests).
     `injected_fault` is for tests too: "compression:7" lets every seventh compression of a batch
     fail, "device:7" as if the device had. `drain_seconds` bounds how long a stopping server waits
     for its requests.
@@ -109,6 +110,7 @@ class RuntimeConfig:
     kv_cache_bytes: int = 0
     check_integrity: bool = True
     check_integrity_always: bool = False
+    check_ranks: bool = False
     injected_fault: str = ""
 
     def __post_init__(self) -> None:

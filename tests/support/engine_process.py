@@ -8,6 +8,7 @@ SGLang spawns, so it imports nothing heavy at the top.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -88,9 +89,27 @@ class Probe:
 
 
 def run_scheduler(*args: Any, probe: str = "", **kwargs: Any) -> None:
+    if not spawn.has_cuda_driver():
+        _ranks_of_the_cpu_need_no_nccl()
     if probe:
         Probe(probe).install()
     spawn.run_scheduler(*args, **kwargs)
+
+
+def _ranks_of_the_cpu_need_no_nccl() -> None:
+    """SGLang's tensor parallelism on the CPU reduces with gloo, but makes a communicator for NCCL
+    first, which wants a CUDA device."""
+    from sglang.srt.distributed.device_communicators import pynccl
+
+    class Disabled:
+        disabled = True
+
+        def __init__(self, **kwargs: Any) -> None: ...
+
+        def change_state(self, enable: bool = False) -> Any:
+            return contextlib.nullcontext()
+
+    pynccl.PyNcclCommunicator = Disabled
 
 
 def run_stock_scheduler(*args: Any, **kwargs: Any) -> None:
