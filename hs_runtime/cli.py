@@ -174,7 +174,10 @@ def evaluate(
     ],
     suite: Annotated[
         list[str] | None,
-        typer.Option(help="kl | copy | passkey | multi | keyvalue, or KIND@CONTEXT; repeatable."),
+        typer.Option(
+            help="kl, copy, passkey, multi, keyvalue, ruler, longbench, speed; or KIND@TOKENS, "
+            "e.g. kl@6144; repeatable. Default: kl."
+        ),
     ] = None,
     arms: Annotated[
         list[str] | None,
@@ -190,9 +193,15 @@ def evaluate(
         list[Path] | None,
         typer.Option(help="Text file or folder of them. Default: bundled novels; repeatable."),
     ] = None,
+    longbench: Annotated[
+        Path | None, typer.Option(help="Folder with LongBench's .jsonl files.")
+    ] = None,
     documents: Annotated[int, typer.Option(help="Documents of the suites kl and copy.")] = 10,
-    prompts: Annotated[int, typer.Option(help="Prompts of the retrieval suites.")] = 40,
-    steps: Annotated[int, typer.Option(help="Decode steps scored after each document.")] = 128,
+    prompts: Annotated[
+        int, typer.Option(help="Prompts of a retrieval suite, or of each task of ruler, longbench.")
+    ] = 40,
+    streams: Annotated[int, typer.Option(help="Requests at once in the suite speed.")] = 1,
+    steps: Annotated[int, typer.Option(help="Decode steps after each document.")] = 128,
     scored_prompt: Annotated[
         int, typer.Option(help="Last tokens of a document's prompt that are scored.")
     ] = 1024,
@@ -207,13 +216,32 @@ def evaluate(
         Path | None, typer.Option(help="File written by `hs-runtime calibrate`.")
     ] = None,
     kv_cache: Annotated[str, typer.Option(help="Size of the KV cache, as for `serve`.")] = "",
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Instead: K and V by layer, and what 2:4 drops.")
+    ] = False,
+    wants_advice: Annotated[
+        bool, typer.Option("--recommend", help="Name the arm with the least KV within the budget.")
+    ] = False,
+    kl_budget: Annotated[
+        float, typer.Option(help="For --recommend: KL to dense, in nats a token.")
+    ] = 0.05,
 ) -> None:
-    """Measure what policies cost in answers, through the engine that serves them."""
-    from hs_runtime.evaluation.arms import parse_arms
+    """Measure what policies cost in answers, through the engine that serves them.
+
+    Every arm is a policy, compared with dense on the same tokens: KL, NLL and agreement of the next
+    token (suite kl), retrieval, LongBench, speed. `results.md`, `.json` and plots go to the output.
+    """
+    from hs_runtime.evaluation.arms import parse_arm, parse_arms
     from hs_runtime.evaluation.cases import Wishes
     from hs_runtime.evaluation.measure import Target
     from hs_runtime.evaluation.model import Language, fingerprint, vocabulary_size
-    from hs_runtime.evaluation.run import TABLE, parse_suites, run_suites
+    from hs_runtime.evaluation.run import (
+        TABLE,
+        parse_suites,
+        recommendation,
+        run_layers,
+        run_suites,
+    )
     from hs_runtime.evaluation.session import EvaluationError
     from hs_runtime.evaluation.texts import bundled_texts, read_texts
 
@@ -245,13 +273,25 @@ def evaluate(
             kv_cache_bytes=plan.kv_cache_bytes,
             calibration_path=config.calibration_path,
         )
-        wishes = Wishes(documents, prompts, steps, scored_prompt)
         language = Language.load(config.model_path)
-        run_suites(target, chosen, suites, texts, language, wishes, output, say)
+        wishes = Wishes(
+            documents=documents,
+            prompts=prompts,
+            streams=streams,
+            steps=steps,
+            scored_prompt=scored_prompt,
+        )
+        if layers:
+            arm = parse_arm("dense", config.constants, digest)
+            typer.echo(run_layers(target, arm, texts, language, wishes, output, say))
+            return
+        rows = run_suites(target, chosen, suites, texts, language, wishes, output, say, longbench)
+        typer.echo((output / TABLE).read_text(encoding="utf-8"))
+        if wants_advice:
+            typer.echo(recommendation(rows, chosen, kl_budget))
     except (ConfigError, PolicyError, DemoModelError, EvaluationError) as error:
         typer.secho(f"hs-runtime eval: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
-    typer.echo((output / TABLE).read_text(encoding="utf-8"))
 
 
 @app.command()

@@ -477,7 +477,6 @@ def register() -> None:
 def verify() -> None:
     """Raises StartupRefused with the name of everything that did not take."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     if BACKEND_NAME not in ATTENTION_BACKENDS:
         raise StartupRefused(
@@ -488,9 +487,7 @@ def verify() -> None:
         raise StartupRefused(
             "the hierasparse plugin has no configuration: start the server with `hs-runtime serve`"
         )
-    missing = [target for target in REQUIRED_HOOKS if target not in HookRegistry._patched]
-    if missing:
-        raise StartupRefused(f"hooks did not apply: {', '.join(missing)}")
+    verify_hooks(REQUIRED_HOOKS)
 
 
 # ---- the evaluation's tap ------------------------------------------------------------------------
@@ -499,6 +496,7 @@ TAP_HOOKS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
 )
+LAYER_HOOK = "hs_runtime.compression.compressor.Compressor.apply"
 
 
 def register_tap(tap: Any) -> None:
@@ -538,11 +536,24 @@ def register_tap(tap: Any) -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def verify_tap() -> None:
-    """Raises StartupRefused when the tap's hooks did not take."""
+def register_layer_tap(tap: Any) -> None:
+    """Let `tap` (an `evaluation.layers.LayerTap`) see the K and V that prefill stores."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def apply(orig: Callable[..., Any], self: Any, layer: int, k: Any, v: Any) -> Any:
+        tap.observe(layer, k, v)
+        if layer == self.pool.layers - 1:
+            tap.save()
+        return orig(self, layer, k, v)
+
+    HookRegistry.register(LAYER_HOOK, apply, HookType.AROUND)
+
+
+def verify_hooks(targets: Sequence[str]) -> None:
+    """Raises StartupRefused with the names of those that did not take."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [target for target in TAP_HOOKS if target not in HookRegistry._patched]
+    missing = [target for target in targets if target not in HookRegistry._patched]
     if missing:
         raise StartupRefused(f"hooks did not apply: {', '.join(missing)}")
 
@@ -639,6 +650,7 @@ def create_radix_cache(context: Any) -> Any:
         config.constants,
         check=config.check_integrity,
         check_always=config.check_integrity_always,
+        check_ranks=config.check_ranks,
     )
 
 

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import signal
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -108,24 +109,29 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def run_evaluated_scheduler(
-    *args: Any, tap_folder: str, stock: bool = False, **kwargs: Any
+    *args: Any, tap_folder: str, layers: bool = False, stock: bool = False, **kwargs: Any
 ) -> None:
     """Target of the scheduler processes of `hs-runtime eval`: with the tap that reads its jobs in
-    `tap_folder`. `stock` is SGLang as it is, but for the tap. No server starts this target."""
+    `tap_folder`, and with `layers` one that adds up K and V there. `stock` is SGLang as it is, but
+    for the tap. No server starts this target."""
     _leave_stopping_to_the_server()
     import torch
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.plugins import load_plugins
 
     from hs_runtime import sglang_seam
+    from hs_runtime.evaluation.layers import FILE, LayerTap
     from hs_runtime.evaluation.tap import ServingTap
 
     def is_first_rank() -> bool:
         return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
+    hooks = [*sglang_seam.TAP_HOOKS, *([sglang_seam.LAYER_HOOK] if layers else [])]
     sglang_seam.register_tap(ServingTap(tap_folder, is_first_rank))
+    if layers:
+        sglang_seam.register_layer_tap(LayerTap(Path(tap_folder) / FILE))
     load_plugins()
-    sglang_seam.verify_tap()
+    sglang_seam.verify_hooks(hooks)
     if not stock:
         sglang_seam.verify()
     run_scheduler_process(*args, **kwargs)

@@ -48,7 +48,8 @@ class Wishes:
     """How large the suites are, in tokens and documents."""
 
     documents: int = 10
-    prompts: int = 40  # of the retrieval suites
+    prompts: int = 40  # of a retrieval suite, or of each task of the others; 0: all of LongBench
+    streams: int = 1  # requests at once when the speed is measured
     steps: int = 128
     scored_prompt: int = 1024
 

@@ -26,7 +26,8 @@ from hs_runtime.config import (
 
 
 def start(options: dict[str, Any]) -> Any:
-    """`options`: config (RuntimeConfig as JSON, "" for stock SGLang), arguments, tap_folder."""
+    """`options`: config (RuntimeConfig as JSON, "" for stock SGLang), arguments,
+    tap_folder, layers (whether to add up K and V)."""
     stock = not options["config"]
     if not stock:
         RuntimeConfig.from_json(options["config"]).to_env()
@@ -43,7 +44,10 @@ def start(options: dict[str, Any]) -> Any:
     class Launcher(Engine):
         run_scheduler_process_func = staticmethod(
             functools.partial(
-                spawn.run_evaluated_scheduler, tap_folder=options["tap_folder"], stock=stock
+                spawn.run_evaluated_scheduler,
+                tap_folder=options["tap_folder"],
+                layers=options["layers"],
+                stock=stock,
             )
         )
         run_detokenizer_process_func = staticmethod(spawn.run_detokenizer)

@@ -1,20 +1,25 @@
-"""Runs cases under arms: engine by engine, dense first, then what is compared with it."""
+"""Runs all items under all arms: engine by engine, dense first, then what is compared with it."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, Generic, TypeVar
 
 from hs_runtime.config import RuntimeConfig
 from hs_runtime.device import Device
 from hs_runtime.evaluation.arms import Arm
 from hs_runtime.evaluation.cases import Case
+from hs_runtime.evaluation.layers import FILE, LayerStatistics
+from hs_runtime.evaluation.model import Language
+from hs_runtime.evaluation.questions import Question
 from hs_runtime.evaluation.records import DECODE, PREFILL, Record, Records, Sums, inputs_digest
+from hs_runtime.evaluation.scores import score
 from hs_runtime.evaluation.session import Order, Reply, Session
 from hs_runtime.evaluation.tap import Job
 from hs_runtime.launch import plan_launch
@@ -39,7 +44,7 @@ class Target:
     kv_cache_bytes: int = 0
     calibration_path: str = ""
 
-    def session(self, arm: Arm, log: Path) -> Session:
+    def session(self, arm: Arm, log: Path, *, layers: bool = False) -> Session:
         """An engine with the constants of this arm."""
         passed = [*self.passed, "--skip-tokenizer-init"]
         if arm.stock:
@@ -59,25 +64,44 @@ class Target:
             calibration_path=self.calibration_path if arm.constants.calibration else "",
             kv_cache_bytes=plan.kv_cache_bytes,
         )
-        return Session("" if arm.stock else config.to_json(), plan.arguments, log)
+        published = "" if arm.stock else config.to_json()
+        return Session(published, plan.arguments, log, layers=layers)
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Speed:
+    """Prompts that are sent at once, each with an answer of `answer_tokens`, and timed."""
+
+    suite: str
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    answer_tokens: int
+
+
+Item = Case | Question | Speed
+T = TypeVar("T", Case, Question, Speed)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[T]):
     """A case that some arms of one engine still have to be asked."""
 
-    case: Case
+    case: T
     arms: tuple[Arm, ...]
 
 
-def measure_cases(
-    target: Target, arms: Sequence[Arm], cases: Sequence[Case], records: Records
+def measure(
+    target: Target,
+    language: Language,
+    arms: Sequence[Arm],
+    items: Sequence[Item],
+    records: Records,
 ) -> None:
-    """All arms on all cases, but for what `records` holds; progress goes to stderr."""
+    """All arms on all items, but for what `records` holds; progress goes to stderr."""
     from tqdm import tqdm
 
     engines = [list(group) for _, group in groupby(sorted(arms, key=_engine), key=_engine)]
-    plans = [(group, list(_pending(target, group, cases, records))) for group in engines]
+    plans = [(group, list(_pending(target, group, items, records))) for group in engines]
     total = sum(len(each.arms) for _, pending in plans for each in pending)
     with tqdm(total=total, unit="case", file=sys.stderr, disable=None) as bar:
         for group, pending in plans:
@@ -85,22 +109,21 @@ def measure_cases(
                 continue
             bar.set_description(f"loading ({group[0].constants.pruner})")
             with target.session(group[0], records.folder / "engine.log") as session:
-                for batch in _batches(target, pending):
-                    for arm, case, reply in _measure_batch(session, batch, bar.set_description):
-                        records.add(_record(target, arm, case, reply))
-                        bar.update()
+                for record in _measure_engine(
+                    target, language, session, pending, bar.set_description
+                ):
+                    records.add(record)
+                    bar.update()
 
 
-def case_inputs(target: Target, arm: Arm, case: Case) -> str:
-    return inputs_digest(
-        VERSION,
-        target.fingerprint,
-        target.device.kind,
-        json.loads(arm.to_json()),
-        case.tokens,
-        case.prompt,
-        case.scored,
-    )
+def item_inputs(target: Target, arm: Arm, item: Item) -> str:
+    """Digest of all that shapes a record."""
+    shape: list[Any] = [VERSION, target.fingerprint, target.device.kind, json.loads(arm.to_json())]
+    if isinstance(item, Case):
+        shape += [item.tokens, item.prompt, item.scored]
+    else:
+        shape.append(asdict(item))
+    return inputs_digest(*shape)
 
 
 def _engine(arm: Arm) -> str:
@@ -109,21 +132,57 @@ def _engine(arm: Arm) -> str:
 
 
 def _pending(
-    target: Target, arms: Sequence[Arm], cases: Sequence[Case], records: Records
-) -> Iterator[Pending]:
-    for case in cases:
+    target: Target, arms: Sequence[Arm], items: Sequence[Item], records: Records
+) -> Iterator[Pending[Any]]:
+    for item in items:
         left = tuple(
             arm
             for arm in arms
-            if not records.has(case.suite, arm.name, case.name, case_inputs(target, arm, case))
+            if not records.has(item.suite, arm.name, item.name, item_inputs(target, arm, item))
         )
         if left:
-            yield Pending(case, left)
+            yield Pending(item, left)
 
 
-def _batches(target: Target, pending: Sequence[Pending]) -> Iterator[list[Pending]]:
+def _measure_engine(
+    target: Target,
+    language: Language,
+    session: Session,
+    pending: Sequence[Pending[Any]],
+    say: Callable[[str], None],
+) -> Iterator[Record]:
+    """All that is left for one engine: what is compared with dense, what is asked, what is timed
+    (last, when everything is warm)."""
+    cases = [each for each in pending if isinstance(each.case, Case)]
+    for batch in _batches(target, cases):
+        for arm, case, reply in _measure_batch(session, batch, say):
+            yield _case_record(target, arm, case, reply)
+    questions = [each for each in pending if isinstance(each.case, Question)]
+    for arm in _arms_of(questions):
+        say(f"questions: {arm.name}")
+        asked = [each.case for each in questions if arm in each.arms]
+        for start in range(0, len(asked), _BATCH_CASES):
+            part = asked[start : start + _BATCH_CASES]
+            orders = [
+                Order(each.prompt, arm.policy, answer_tokens=each.answer_tokens) for each in part
+            ]
+            for index, reply in session.run(orders):
+                yield _question_record(target, language, arm, part[index], reply)
+    speeds = [each for each in pending if isinstance(each.case, Speed)]
+    for arm in _arms_of(speeds):
+        for each in speeds:
+            if arm in each.arms:
+                say(f"{each.case.suite}: {arm.name}")
+                yield _measure_speed(target, session, arm, each.case)
+
+
+def _arms_of(pending: Sequence[Pending[Any]]) -> list[Arm]:
+    return list({arm.name: arm for each in pending for arm in each.arms}.values())
+
+
+def _batches(target: Target, pending: Sequence[Pending[Case]]) -> Iterator[list[Pending[Case]]]:
     """Cases that run at once: what the cache holds and the references' disk space bound it."""
-    batch: list[Pending] = []
+    batch: list[Pending[Case]] = []
     tokens = size = 0
     for each in pending:
         new = len(each.case.scored) * target.vocabulary * 4
@@ -138,7 +197,7 @@ def _batches(target: Target, pending: Sequence[Pending]) -> Iterator[list[Pendin
 
 
 def _measure_batch(
-    session: Session, batch: Sequence[Pending], say: Callable[[str], None]
+    session: Session, batch: Sequence[Pending[Case]], say: Callable[[str], None]
 ) -> Iterator[tuple[Arm, Case, Reply]]:
     """The dense reference of every case, then arm after arm, each with all cases at once."""
     references = [session.folder / f"reference-{index}" for index in range(len(batch))]
@@ -150,7 +209,7 @@ def _measure_batch(
     say(f"{batch[0].case.suite}: reference")
     for _ in session.run(orders):
         pass
-    for arm in {arm.name: arm for each in batch for arm in each.arms}.values():
+    for arm in _arms_of(batch):
         say(f"{batch[0].case.suite}: {arm.name}")
         asked, orders = [], []
         for each, reference in zip(batch, references, strict=True):
@@ -180,7 +239,7 @@ def _positions(case: Case, prefill: bool) -> tuple[int, ...]:
     return case.scored if prefill else case.decode_scored
 
 
-def _record(target: Target, arm: Arm, case: Case, reply: Reply) -> Record:
+def _case_record(target: Target, arm: Arm, case: Case, reply: Reply) -> Record:
     assert reply.scores is not None
     parts = {
         PREFILL: Sums.of(reply.scores, case.prefill_scored),
@@ -191,10 +250,64 @@ def _record(target: Target, arm: Arm, case: Case, reply: Reply) -> Record:
         suite=case.suite,
         arm=arm.name,
         case=case.name,
-        inputs=case_inputs(target, arm, case),
+        inputs=item_inputs(target, arm, case),
         parts=found,
         score=float(all(reply.scores.correct)) if case.exact else None,
         kv_bytes=int(reply.report.get("kv_bytes", 0)),
         dense_bytes=int(reply.report.get("dense_equivalent_bytes", 0)),
         seconds=reply.seconds,
     )
+
+
+def _question_record(
+    target: Target, language: Language, arm: Arm, question: Question, reply: Reply
+) -> Record:
+    answer = language.text(reply.tokens)
+    if question.first_line:
+        answer = answer.lstrip("\n").split("\n")[0]
+    return Record(
+        suite=question.suite,
+        arm=arm.name,
+        case=question.name,
+        inputs=item_inputs(target, arm, question),
+        score=score(question.metric, answer, question.references, question.labels),
+        category=question.category,
+        kv_bytes=int(reply.report.get("kv_bytes", 0)),
+        dense_bytes=int(reply.report.get("dense_equivalent_bytes", 0)),
+        seconds=reply.seconds,
+    )
+
+
+def _measure_speed(target: Target, session: Session, arm: Arm, speed: Speed) -> Record:
+    """Medians over the prompts of the second of two rounds; nothing is read from the cache."""
+    orders = [
+        Order(prompt, arm.policy, answer_tokens=speed.answer_tokens, timed=True, fresh=True)
+        for prompt in speed.prompts
+    ]
+    for _ in range(2):
+        replies = [reply for _, reply in session.run(orders)]
+    first = median(reply.first_seconds for reply in replies)
+    step = median(
+        (reply.seconds - reply.first_seconds) / (speed.answer_tokens - 1) for reply in replies
+    )
+    return Record(
+        suite=speed.suite,
+        arm=arm.name,
+        case=speed.name,
+        inputs=item_inputs(target, arm, speed),
+        kv_bytes=sum(int(reply.report.get("kv_bytes", 0)) for reply in replies),
+        dense_bytes=sum(int(reply.report.get("dense_equivalent_bytes", 0)) for reply in replies),
+        seconds=sum(reply.seconds for reply in replies),
+        values={"TTFT s": first, "TPOT ms": 1000 * step},
+    )
+
+
+def measure_layers(
+    target: Target, arm: Arm, prompts: Sequence[tuple[int, ...]], log: Path
+) -> LayerStatistics:
+    """K and V of these prompts, prefilled densely one after the other."""
+    with target.session(arm, log, layers=True) as session:
+        for prompt in prompts:
+            for _ in session.run([Order(prompt, DENSE)]):
+                pass
+        return LayerStatistics.load(session.folder / FILE)

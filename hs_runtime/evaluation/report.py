@@ -125,7 +125,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
                     f"{name} KL",
                     [_with_error(part, row) for part, row in zip(parts, rows, strict=True)],
                 ),
-                (f"{name} ΔNLL", [f"{part.nll_gain:+.4f}" if part else "" for part in parts]),
+                (f"{name} ΔNLL", [_signed(part.nll_gain) if part else "" for part in parts]),
                 (f"{name} top-1", [f"{part.agreement:.3f}" if part else "" for part in parts]),
             ]
     if any(row.score is not None for row in rows):
@@ -147,6 +147,10 @@ def _with_error(part: Part | None, row: Row) -> str:
         return "dense" if row.decode else ""
     error = "" if math.isnan(part.kl_error) else f" ± {part.kl_error:.4f}"
     return f"{part.kl:.4f}{error}"
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 4) + 0.0:+.4f}"  # without a minus before zero
 
 
 def _number(value: float | None, digits: int) -> str:

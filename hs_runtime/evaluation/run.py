@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hs_runtime.config import ConfigError
 from hs_runtime.evaluation.arms import Arm
 from hs_runtime.evaluation.cases import SUITES, Case, Wishes
-from hs_runtime.evaluation.measure import Target, measure_cases
+from hs_runtime.evaluation.layers import markdown as layer_table
+from hs_runtime.evaluation.measure import Item, Speed, Target, measure, measure_layers
 from hs_runtime.evaluation.model import Language
+from hs_runtime.evaluation.plots import INSTALL, can_plot, plot_layers, plot_pareto
+from hs_runtime.evaluation.questions import longbench_questions, ruler_questions
 from hs_runtime.evaluation.records import Records
-from hs_runtime.evaluation.report import Row, markdown, rows_of
-from hs_runtime.evaluation.texts import Text
+from hs_runtime.evaluation.report import Row, markdown, recommend, rows_of
+from hs_runtime.evaluation.texts import Text, cut_documents
 
 TABLE: Final = "results.md"
 ROWS: Final = "results.json"
+# Kind of suite -> the tokens of its prompts unless the user says another number.
+CONTEXTS: Final = {
+    **{kind: context for kind, (_, context) in SUITES.items()},
+    **{"ruler": 4096, "longbench": 7500, "speed": 4096},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +47,44 @@ def parse_suites(texts: Sequence[str]) -> list[Suite]:
     found = []
     for word in (word.strip() for text in texts for word in text.split(",")):
         kind, at, context = word.partition("@")
-        if kind not in SUITES:
-            raise ConfigError(f"suite: {kind!r} (choose {', '.join(SUITES)}, or KIND@TOKENS)")
+        if kind not in CONTEXTS:
+            raise ConfigError(f"suite: {kind!r} (choose {', '.join(CONTEXTS)}, or KIND@TOKENS)")
         if at and not (context.isdecimal() and int(context) > 0):
             raise ConfigError(f"suite: {word!r} (the context is a number of tokens)")
-        found.append(Suite(kind, int(context) if at else SUITES[kind][1]))
+        found.append(Suite(kind, int(context) if at else CONTEXTS[kind]))
     return found
 
 
-def build_cases(
-    suite: Suite, texts: Sequence[Text], language: Language, wishes: Wishes
-) -> list[Case]:
-    """The suite's cases, each with the tokens that the model expects at the start."""
+def build_items(
+    suite: Suite,
+    texts: Sequence[Text],
+    language: Language,
+    wishes: Wishes,
+    longbench: Path | None = None,
+) -> Sequence[Item]:
+    """What the suite asks; every prompt begins with what the model expects at the start."""
+    if suite.kind == "ruler":
+        return ruler_questions(suite.name, texts, language, suite.context, wishes.prompts)
+    if suite.kind == "longbench":
+        return longbench_questions(suite.name, longbench, language, suite.context, wishes.prompts)
+    if suite.kind == "speed":
+        documents = cut_documents(
+            texts, language.tokenize, count=wishes.streams, length=suite.context
+        )
+        prompts = tuple((*language.start, *each.tokens) for each in documents)
+        return [Speed(suite.name, f"{len(prompts)} at once", prompts, wishes.steps)]
     build, _ = SUITES[suite.kind]
     cases = build(suite.name, texts, language.tokenize, suite.context, wishes)
-    more = len(language.start)
-    return [
-        replace(
-            case,
-            tokens=(*language.start, *case.tokens),
-            prompt=case.prompt + more,
-            scored=tuple(position + more for position in case.scored),
-        )
-        for case in cases
-    ]
+    return [_begun(case, language.start) for case in cases]
+
+
+def _begun(case: Case, start: tuple[int, ...]) -> Case:
+    return replace(
+        case,
+        tokens=(*start, *case.tokens),
+        prompt=case.prompt + len(start),
+        scored=tuple(position + len(start) for position in case.scored),
+    )
 
 
 def run_suites(
@@ -73,22 +96,80 @@ def run_suites(
     wishes: Wishes,
     folder: Path,
     say: Callable[[str], None],
+    longbench: Path | None = None,
 ) -> list[Row]:
-    """Measures what is missing in `folder`, writes its tables and gives all its rows."""
+    """Measures what is missing in `folder`, writes its tables and plots and gives all its rows."""
     records = Records(folder)
-    cases = [each for suite in suites for each in build_cases(suite, texts, language, wishes)]
-    say(f"{len(cases)} cases under {len(arms)} arms; finished ones are kept in {folder}")
-    measure_cases(target, arms, cases, records)
-    return write_tables(records, Path(target.model_path).name)
+    items = [
+        item for suite in suites for item in build_items(suite, texts, language, wishes, longbench)
+    ]
+    say(f"{len(items)} cases under {len(arms)} arms; finished ones are kept in {folder}")
+    measure(target, language, arms, items, records)
+    rows = write_tables(records, Path(target.model_path).name)
+    if can_plot():
+        plot_pareto(rows, folder)
+    else:
+        say(f"no plots without matplotlib ({INSTALL})")
+    return rows
 
 
 def write_tables(records: Records, model: str) -> list[Row]:
+    """The tables of all records, as Markdown and as JSON in which what is unknown is null."""
     rows = rows_of(records.all())
     (records.folder / TABLE).write_text(
         markdown(rows, f"Answers of {model} under each policy"), encoding="utf-8"
     )
-    (records.folder / ROWS).write_text(
-        json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n",
-        encoding="utf-8",
-    )
+    values = [_without_nan(asdict(row)) for row in rows]
+    text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
+    (records.folder / ROWS).write_text(text + "\n", encoding="utf-8")
     return rows
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def run_layers(
+    target: Target,
+    arm: Arm,
+    texts: Sequence[Text],
+    language: Language,
+    wishes: Wishes,
+    folder: Path,
+    say: Callable[[str], None],
+) -> str:
+    """Statistics of K and V by layer over the documents; gives the table that it writes."""
+    length = CONTEXTS["copy"]
+    documents = cut_documents(texts, language.tokenize, count=wishes.documents, length=length)
+    prompts = [(*language.start, *each.tokens) for each in documents]
+    folder.mkdir(parents=True, exist_ok=True)
+    found = measure_layers(target, arm, prompts, folder / "engine.log")
+    table = layer_table(found, arm.constants.pruner)
+    (folder / "layers.md").write_text(table, encoding="utf-8")
+    (folder / "layers.json").write_text(json.dumps(found.as_json(), indent=1), encoding="utf-8")
+    if can_plot():
+        plot_layers(found, arm.constants.pruner, folder)
+    else:
+        say(f"no plots without matplotlib ({INSTALL})")
+    return table
+
+
+def recommendation(rows: Sequence[Row], arms: Sequence[Arm], budget: float) -> str:
+    """The cheapest arm within the budget as a sentence. ConfigError if none is."""
+    row = recommend(rows, budget)
+    if row is None:
+        known = {row.arm: row.kl for row in rows if not math.isnan(row.kl)}
+        listed = ", ".join(f"{arm} {kl:.4f}" for arm, kl in sorted(known.items(), key=_second))
+        raise ConfigError(f"kl_budget: no arm is within {budget} (measured: {listed or 'none'})")
+    policy = next((arm.policy for arm in arms if arm.name == row.arm), None)
+    chosen = policy.preset if policy and policy.preset != "custom" else row.arm
+    return (
+        f"recommended: {chosen} (KL {row.kl:.4f} of at most {budget}, KV cache "
+        f"{row.kv_share:.3f} of a dense one, worst suite {row.suite})"
+    )
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]

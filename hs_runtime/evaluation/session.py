@@ -31,12 +31,14 @@ class EvaluationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One request: `job` if it is teacher-forced, else at most `answer_tokens` free ones."""
+    """One request: `job` if it is teacher-forced, else at most `answer_tokens` free ones. A timed
+    one is streamed, and does not end before it has them all."""
 
     prompt: tuple[int, ...]
     policy: SparsityPolicy
     job: Job | None = None
     answer_tokens: int = 1
+    timed: bool = False
     fresh: bool = False  # reads nothing from the prefix cache, so that all of it is computed
 
 
@@ -53,9 +55,12 @@ class Reply:
 
 
 class Session:
-    """A running engine: `config` is RuntimeConfig as JSON, "" for stock SGLang."""
+    """A running engine: `config` is RuntimeConfig as JSON, "" for stock SGLang. With `layers` it
+    leaves `layers.FILE` in its folder."""
 
-    def __init__(self, config: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, config: str, arguments: Sequence[str], log: Path, *, layers: bool = False
+    ) -> None:
         """Starts the processes and loads the model. Raises EvaluationError."""
         self._log, self._sent, self._buffer = log, 0, b""
         self._folder = tempfile.TemporaryDirectory(prefix="hs-eval-")
@@ -74,6 +79,7 @@ class Session:
             "config": config,
             "arguments": list(arguments),
             "tap_folder": str(self.folder),
+            "layers": layers,
         }
         try:
             self._send(options)
@@ -188,5 +194,12 @@ def _fields(order: Order, rid: str) -> dict[str, Any]:
     if order.job is not None:
         sampling["max_new_tokens"] = len(order.job.tokens) - order.job.prompt
         sampling["ignore_eos"] = True
-    fields = {"rid": rid, "input_ids": list(order.prompt), "sampling_params": sampling}
+    if order.timed:
+        sampling["ignore_eos"] = True
+    fields = {
+        "rid": rid,
+        "input_ids": list(order.prompt),
+        "sampling_params": sampling,
+        "stream": order.timed,
+    }
     return {**fields, "extra_key": rid} if order.fresh else fields
