@@ -4,6 +4,7 @@ many at a time, and killed with all their children whatever happens."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
@@ -56,7 +57,7 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
 @dataclass(frozen=True)
 class EngineOptions:
     """One configuration. `tokens` is the size of the KV cache in dense tokens, `runtime` holds
-    further fields of RuntimeConfig."""
+    further fields of RuntimeConfig. `calibration_digest` is by default that of the file."""
 
     model: Path
     segment: int = 1024
@@ -64,6 +65,9 @@ class EngineOptions:
     chunk: int = 1024
     tokens: int = 16384
     stock: bool = False
+    pruner: str = "magnitude"
+    calibration: Path | None = None
+    calibration_digest: str = ""
     environment: tuple[tuple[str, str], ...] = ()
     runtime: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -93,8 +97,14 @@ class EngineOptions:
         """What its processes have besides `common_environment`."""
         env = {PLUGIN_FILTER_VARIABLE: "none" if self.stock else "hierasparse"}
         if not self.stock:
-            constants = ServerConstants(segment=self.segment, window=self.window)
-            config = RuntimeConfig(constants=constants, **dict(self.runtime))
+            known = self.calibration_digest
+            if self.calibration is not None and not known:
+                known = hashlib.sha256(self.calibration.read_bytes()).hexdigest()
+            constants = ServerConstants(
+                segment=self.segment, window=self.window, pruner=self.pruner, calibration=known
+            )
+            path = str(self.calibration or "")
+            config = RuntimeConfig(constants=constants, calibration_path=path, **dict(self.runtime))
             env[CONFIG_VARIABLE] = config.to_json()
         return env | dict(self.environment)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hs_runtime.policies import SparsityPolicy
 from tests.support.engines import Answer, EngineOptions, token_ids
-from tests.support.oracle import Greedy, Llama, Rules, Shares, greedy
+from tests.support.oracle import Greedy, Llama, Magnitude, Rules, Shares, greedy
 
 TOLERANCE = 1e-4
 TRIES = 60
@@ -21,8 +21,9 @@ TRIES = 60
 class Golden:
     """Answers of the oracle on one checkpoint, each computed once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pruning: Magnitude | None = None) -> None:
         self.model = Llama(folder)
+        self.pruning = pruning or Magnitude()
         self._answers: dict[tuple[object, ...], Greedy] = {}
 
     def answer(
@@ -36,7 +37,7 @@ class Golden:
         shares = Shares(*((each.key, each.value) for each in (policy.prefill, policy.decode)))
         key = (rules, shares, tuple(prompt), max_new)
         if key not in self._answers:
-            self._answers[key] = greedy(self.model, rules, shares, prompt, max_new)
+            self._answers[key] = greedy(self.model, rules, shares, prompt, max_new, self.pruning)
         return self._answers[key]
 
     def prompt(

@@ -72,6 +72,79 @@ def largest_two_of_four(x: Tensor, side: int) -> tuple[Tensor, float]:
     return keep.transpose(-1, -2) if side == V else keep, margin
 
 
+class Magnitude:
+    """The paper's pruner, one block [64, D] of one layer, side and kv head at a time."""
+
+    def reorder(self, layer: int, x: Tensor, kv_heads: int) -> Tensor:
+        """Q or K [T, H, D] with channels as they are stored."""
+        return x
+
+    def prune(
+        self, layer: int, side: int, head: int, block: Tensor, keys: Tensor
+    ) -> tuple[Tensor, float, float]:
+        """What is read of it once it is sparse, by how much the closest choice was decided, and its
+        loss. `keys` is the K block of the same tokens."""
+        keep, margin = largest_two_of_four(block, side)
+        return torch.where(keep, block, 0), margin, float(block.abs()[~keep].double().sum())
+
+
+class Calibrated(Magnitude):
+    """With the constants of a calibration file, by their definitions: every group of four keys is
+    solved from the inverse of the queries' second moment, in float64, whatever recursion the
+    runtime may use."""
+
+    def __init__(self, file: dict[str, Tensor]) -> None:
+        self.permutation = file["permutation"].long()  # [layers, Hkv, D]
+        self.query_rms, self.mean_score = file["query_rms"], file["mean_score"]
+        layers, heads, channels = self.permutation.shape
+        factor = torch.zeros((layers, heads, channels, channels), dtype=torch.float64)
+        row, column = torch.triu_indices(channels, channels)
+        factor[..., row, column] = file["factor"].double()
+        second = torch.linalg.inv(factor.mT @ factor)  # E[q q'] with its ridge, at any scale
+        # For each group of four, the inverse over the channels that are still free.
+        self.inverses = [
+            torch.linalg.inv(second[..., first:, first:]) for first in range(0, channels, 4)
+        ]
+
+    def reorder(self, layer: int, x: Tensor, kv_heads: int) -> Tensor:
+        order = self.permutation[layer].repeat_interleave(x.shape[1] // kv_heads, dim=0)
+        return x.gather(2, order.expand(x.shape))
+
+    def prune(
+        self, layer: int, side: int, head: int, block: Tensor, keys: Tensor
+    ) -> tuple[Tensor, float, float]:
+        if side == V:
+            weights = (keys @ self.mean_score[layer, head] / 8).exp()[:, None]
+            mean = block.mean(0)
+            rest = block - mean
+            keep, margin = largest_two_of_four(rest * weights, V)
+            loss = float((rest * weights).abs()[~keep].double().sum())
+            return torch.where(keep, rest, 0) + mean, margin, loss
+        weights = self.query_rms[layer, head]
+        plain, margin = largest_two_of_four(block * weights, K)
+        loss = float((block * weights).abs()[~plain].double().sum())
+        x = block.double()
+        for group, inverse in enumerate(each[layer, head] for each in self.inverses):
+            own = x[:, 4 * group : 4 * group + 4].float() * weights[4 * group : 4 * group + 4]
+            keep, decided = largest_two_of_four(own, K)
+            margin = min(margin, decided)
+            x[:, 4 * group :] = without(x[:, 4 * group :], ~keep, inverse)
+        return x.float(), margin, loss
+
+
+def without(x: Tensor, gone: Tensor, inverse: Tensor) -> Tensor:
+    """Rows [T, n] with the two of the first four that `gone` [T, 4] names set to zero, and all
+    others where x H x' then changes least; `inverse` [n, n] is that of H."""
+    x = x.clone()
+    for a in range(4):
+        for b in range(a + 1, 4):
+            rows, pair = gone[:, a] & gone[:, b], [a, b]
+            solved = torch.linalg.solve(inverse[pair][:, pair], x[rows][:, pair].T)
+            x[rows] -= (inverse[:, pair] @ solved).T
+            x[rows.nonzero(), torch.tensor(pair)] = 0
+    return x
+
+
 class Llama:
     """A Llama checkpoint in float32, computed for one sequence with two caches of its keys and
     values: as they were computed (`plain`), and pruned two of four (`pruned`)."""
@@ -105,8 +178,18 @@ class Llama:
 class Request:
     """One request's keys and values, and the rules of who reads them how."""
 
-    def __init__(self, model: Llama, rules: Rules, shares: Shares, n: int, room: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        rules: Rules,
+        shares: Shares,
+        n: int,
+        room: int,
+        pruning: Magnitude,
+    ) -> None:
         self.model, self.rules, self.shares, self.n = model, rules, shares, n
+        self.pruning = pruning
+        self.losses: dict[tuple[int, int, int, int], float] = {}  # as `gaps`
         shape = (model.layers, 2, model.kv_heads, -(-room // PAGE) * PAGE, model.head_dim)
         self.plain, self.pruned = torch.zeros(shape), torch.zeros(shape)
         self.whole_pages = [0] * model.layers  # of which `pruned` is filled
@@ -123,13 +206,8 @@ class Request:
         """(loss, page) of the segment's candidates, least first; a tie goes to the earlier page."""
         key = (layer, side, head, segment)
         if key not in self.ranks:
-            losses = []
-            for p in self.candidates(segment):
-                rows = slice(p * PAGE, (p + 1) * PAGE)
-                block = self.plain[layer, side, head, rows]
-                keep, _ = largest_two_of_four(block, side)
-                losses.append((float(torch.where(keep, 0, block.abs()).double().sum()), p))
-            self.ranks[key] = sorted(losses)
+            pages = self.candidates(segment)
+            self.ranks[key] = sorted((self.losses[layer, side, head, p], p) for p in pages)
         return self.ranks[key]
 
     def sparse_pages(self, layer: int, side: int, head: int, t: int) -> set[int]:
@@ -173,9 +251,11 @@ class Request:
             rows = slice(p * PAGE, (p + 1) * PAGE)
             for side in (K, V):
                 for head in range(self.model.kv_heads):
-                    block = self.plain[layer, side, head, rows]
-                    keep, self.gaps[layer, side, head, p] = largest_two_of_four(block, side)
-                    self.pruned[layer, side, head, rows] = torch.where(keep, block, 0)
+                    keys, block = (self.plain[layer, s, head, rows] for s in (K, side))
+                    pruned, gap, loss = self.pruning.prune(layer, side, head, block, keys)
+                    self.pruned[layer, side, head, rows] = pruned
+                    self.gaps[layer, side, head, p] = gap
+                    self.losses[layer, side, head, p] = loss
         self.whole_pages[layer] = max(self.whole_pages[layer], end // PAGE)
 
     def forward(self, tokens: Sequence[int], start: int) -> Tensor:
@@ -191,7 +271,10 @@ class Request:
                 model.linear(h, f"{name}self_attn.{each}_proj").view(count, -1, model.head_dim)
                 for each in "qkv"
             )
-            q, k = model.rotate(q, positions), model.rotate(k, positions)
+            q, k = (
+                self.pruning.reorder(layer, model.rotate(x, positions), model.kv_heads)
+                for x in (q, k)
+            )
             self.store(layer, start, k, v)
             out = self.attend(layer, q, start)
             x = x + model.linear(out, name + "self_attn.o_proj")
@@ -215,11 +298,16 @@ class Request:
 
 
 def greedy(
-    model: Llama, rules: Rules, shares: Shares, prompt: Sequence[int], max_new: int
+    model: Llama,
+    rules: Rules,
+    shares: Shares,
+    prompt: Sequence[int],
+    max_new: int,
+    pruning: Magnitude,
 ) -> Greedy:
     """What a request that is alone on the server must answer."""
     n = len(prompt)
-    request = Request(model, rules, shares, n, n + max_new)
+    request = Request(model, rules, shares, n, n + max_new, pruning)
     rows = [
         request.forward(prompt[start : min(start + rules.segment, n)], start)
         for start in range(0, n, rules.segment)
