@@ -285,7 +285,11 @@ def evaluate(
             arm = parse_arm("dense", config.constants, digest)
             typer.echo(run_layers(target, arm, texts, language, wishes, output, say))
             return
-        rows = run_suites(target, chosen, suites, texts, language, wishes, output, say, longbench)
+        rows = run_suites(
+            *(target, chosen, suites, texts, language, wishes, output, say, longbench),
+            constants=config.constants,
+            calibration=digest,
+        )
         typer.echo((output / TABLE).read_text(encoding="utf-8"))
         if wants_advice:
             typer.echo(recommendation(rows, chosen, kl_budget))

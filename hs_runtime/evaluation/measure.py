@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Generic, TypeVar
 
-from hs_runtime.config import RuntimeConfig
+from hs_runtime.config import ConfigError, RuntimeConfig
 from hs_runtime.device import Device
 from hs_runtime.evaluation.arms import Arm
 from hs_runtime.evaluation.cases import Case
@@ -26,9 +28,12 @@ from hs_runtime.launch import plan_launch
 from hs_runtime.policies.policy import DENSE
 
 VERSION: Final = 1  # of what is measured; a change makes old lines incomparable
-_BATCH_TOKENS: Final = {"cpu": 16 << 10, "cuda": 96 << 10}
+REFERENCES: Final = "references"
+_BATCH_TOKENS: Final = {"cpu": 32 << 10, "cuda": 96 << 10}
 _BATCH_CASES: Final = 16
-_REFERENCE_BYTES: Final = 1 << 30
+_ITEM_BYTES: Final = 4
+_BATCH_BYTES: Final = 2 << 30  # of references
+_KEPT_BYTES: Final = 16 << 30  # beyond this a reference is made anew for every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +105,90 @@ def measure(
     """All arms on all items, but for what `records` holds; progress goes to stderr."""
     from tqdm import tqdm
 
-    engines = [list(group) for _, group in groupby(sorted(arms, key=_engine), key=_engine)]
-    plans = [(group, list(_pending(target, group, items, records))) for group in engines]
-    total = sum(len(each.arms) for _, pending in plans for each in pending)
+    if any(arm.stock for arm in arms) and target.device.kind != "cuda":
+        raise ConfigError("arms: 'fp8' needs a CUDA device")
+    groups: dict[str, list[Arm]] = {}
+    for arm in sorted(arms, key=lambda arm: arm.stock):
+        groups.setdefault(_engine(arm), []).append(arm)
+    plans = [list(_pending(target, group, items, records)) for group in groups.values()]
+    references = References(target, records.folder / REFERENCES, plans)
+    total = sum(len(each.arms) for pending in plans for each in pending)
     with tqdm(total=total, unit="case", file=sys.stderr, disable=None) as bar:
-        for group, pending in plans:
+        for pending in plans:
             if not pending:
                 continue
-            bar.set_description(f"loading ({group[0].constants.pruner})")
-            with target.session(group[0], records.folder / "engine.log") as session:
+            arm = pending[0].arms[0]
+            log = records.folder / "engine.log"
+            bar.set_description(f"loading ({arm.constants.pruner})")
+            if arm.stock:  # it has no dense arm of its own
+                cases = [each.case for each in pending if isinstance(each.case, Case)]
+                with target.session(replace(arm, stock=False), log) as session:
+                    references.write_with(partial(_run_all, session), cases)
+            with target.session(arm, log) as session:
                 for record in _measure_engine(
-                    target, language, session, pending, bar.set_description
+                    target, language, session, pending, references, bar.set_description
                 ):
                     records.add(record)
                     bar.update()
+    references.remove_all()
+
+
+class References:
+    """The dense arm's log-probs of cases, as files that outlive an engine: all that is compared
+    with dense is compared with one run of it, however many engines there are. What a stopped run
+    leaves is used by the next."""
+
+    def __init__(
+        self, target: Target, folder: Path, plans: Sequence[Sequence[Pending[Any]]]
+    ) -> None:
+        """`plans` are what every engine will be asked."""
+        self._target, self._folder = target, folder
+        self._scored: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._users: Counter[tuple[str, str]] = Counter()
+        for each in (each for plan in plans for each in plan if isinstance(each.case, Case)):
+            key = each.case.suite, each.case.name
+            prefill = any(map(_scores_prefill, each.arms))
+            self._users[key] += 1
+            self._scored[key] = max(
+                self._scored.get(key, ()), _positions(each.case, prefill), key=len
+            )
+        kept = sum(map(len, self._scored.values())) * target.vocabulary * _ITEM_BYTES
+        stock = any(arm.stock for plan in plans for each in plan for arm in each.arms)
+        self._keeps = stock or kept <= _KEPT_BYTES
+
+    def positions(self, case: Case) -> tuple[int, ...]:
+        """Those of the reference: of all parts that some arm compares."""
+        return self._scored[case.suite, case.name]
+
+    def path(self, case: Case) -> Path:
+        name = inputs_digest(VERSION, self._target.fingerprint, case.tokens, self.positions(case))
+        return self._folder / f"{name}.f32"
+
+    def write_with(self, run: Callable[[Sequence[Order]], Any], cases: Sequence[Case]) -> None:
+        """Runs the dense arm of the cases that have no file yet; `run` returns when all ended."""
+        self._folder.mkdir(exist_ok=True)
+        orders, files = [], []
+        for case in cases:
+            path, scored = self.path(case), self.positions(case)
+            if not path.exists():
+                begun = path.with_suffix(".partial")
+                begun.unlink(missing_ok=True)
+                job = Job(case.tokens, case.prompt, scored, str(begun), scored, writes=True)
+                orders.append(_order(case, DENSE, job))
+                files.append((begun, path))
+        run(orders)
+        for begun, path in files:
+            begun.rename(path)
+
+    def release(self, case: Case) -> None:
+        """One engine is done with it."""
+        key = case.suite, case.name
+        self._users[key] -= 1
+        if not self._keeps or not self._users[key]:
+            self.path(case).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def item_inputs(target: Target, arm: Arm, item: Item) -> str:
@@ -149,13 +224,14 @@ def _measure_engine(
     language: Language,
     session: Session,
     pending: Sequence[Pending[Any]],
+    references: References,
     say: Callable[[str], None],
 ) -> Iterator[Record]:
     """All that is left for one engine: what is compared with dense, what is asked, what is timed
     (last, when everything is warm)."""
     cases = [each for each in pending if isinstance(each.case, Case)]
     for batch in _batches(target, cases):
-        for arm, case, reply in _measure_batch(session, batch, say):
+        for arm, case, reply in _measure_batch(session, batch, references, say):
             yield _case_record(target, arm, case, reply)
     questions = [each for each in pending if isinstance(each.case, Question)]
     for arm in _arms_of(questions):
@@ -185,9 +261,9 @@ def _batches(target: Target, pending: Sequence[Pending[Case]]) -> Iterator[list[
     batch: list[Pending[Case]] = []
     tokens = size = 0
     for each in pending:
-        new = len(each.case.scored) * target.vocabulary * 4
+        new = len(each.case.scored) * target.vocabulary * _ITEM_BYTES
         full = tokens + len(each.case.tokens) > _BATCH_TOKENS[target.device.kind]
-        if batch and (full or size + new > _REFERENCE_BYTES or len(batch) == _BATCH_CASES):
+        if batch and (full or size + new > _BATCH_BYTES or len(batch) == _BATCH_CASES):
             yield batch
             batch, tokens, size = [], 0, 0
         batch.append(each)
@@ -197,32 +273,32 @@ def _batches(target: Target, pending: Sequence[Pending[Case]]) -> Iterator[list[
 
 
 def _measure_batch(
-    session: Session, batch: Sequence[Pending[Case]], say: Callable[[str], None]
+    session: Session,
+    batch: Sequence[Pending[Case]],
+    references: References,
+    say: Callable[[str], None],
 ) -> Iterator[tuple[Arm, Case, Reply]]:
     """The dense reference of every case, then arm after arm, each with all cases at once."""
-    references = [session.folder / f"reference-{index}" for index in range(len(batch))]
-    orders = []
-    for each, reference in zip(batch, references, strict=True):
-        scored = _positions(each.case, any(_scores_prefill(arm) for arm in each.arms))
-        job = Job(each.case.tokens, each.case.prompt, scored, str(reference), scored, writes=True)
-        orders.append(_order(each.case, DENSE, job))
     say(f"{batch[0].case.suite}: reference")
-    for _ in session.run(orders):
-        pass
+    references.write_with(partial(_run_all, session), [each.case for each in batch])
     for arm in _arms_of(batch):
         say(f"{batch[0].case.suite}: {arm.name}")
-        asked, orders = [], []
-        for each, reference in zip(batch, references, strict=True):
-            if arm in each.arms:
-                written = _positions(each.case, any(_scores_prefill(arm) for arm in each.arms))
-                scored = _positions(each.case, _scores_prefill(arm))
-                job = Job(each.case.tokens, each.case.prompt, scored, str(reference), written)
-                asked.append(each.case)
-                orders.append(_order(each.case, arm.policy, job))
+        asked = [each.case for each in batch if arm in each.arms]
+        orders = []
+        for case in asked:
+            scored = _positions(case, _scores_prefill(arm))
+            written = references.positions(case)
+            job = Job(case.tokens, case.prompt, scored, str(references.path(case)), written)
+            orders.append(_order(case, arm.policy, job))
         for index, reply in session.run(orders):
             yield arm, asked[index], reply
-    for reference in references:
-        reference.unlink()
+    for each in batch:
+        references.release(each.case)
+
+
+def _run_all(session: Session, orders: Sequence[Order]) -> None:
+    for _ in session.run(orders):
+        pass
 
 
 def _order(case: Case, policy: Any, job: Job) -> Order:
@@ -246,6 +322,7 @@ def _case_record(target: Target, arm: Arm, case: Case, reply: Reply) -> Record:
         DECODE: Sums.of(reply.scores, case.decode_scored),
     }
     found = {name: sums for name, sums in parts.items() if sums is not None}
+    kv_bytes, dense_bytes = _bytes(target, arm, len(case.tokens), reply)
     return Record(
         suite=case.suite,
         arm=arm.name,
@@ -253,8 +330,8 @@ def _case_record(target: Target, arm: Arm, case: Case, reply: Reply) -> Record:
         inputs=item_inputs(target, arm, case),
         parts=found,
         score=float(all(reply.scores.correct)) if case.exact else None,
-        kv_bytes=int(reply.report.get("kv_bytes", 0)),
-        dense_bytes=int(reply.report.get("dense_equivalent_bytes", 0)),
+        kv_bytes=kv_bytes,
+        dense_bytes=dense_bytes,
         seconds=reply.seconds,
     )
 
@@ -265,6 +342,8 @@ def _question_record(
     answer = language.text(reply.tokens)
     if question.first_line:
         answer = answer.lstrip("\n").split("\n")[0]
+    tokens = len(question.prompt) + len(reply.tokens)
+    kv_bytes, dense_bytes = _bytes(target, arm, tokens, reply)
     return Record(
         suite=question.suite,
         arm=arm.name,
@@ -272,8 +351,8 @@ def _question_record(
         inputs=item_inputs(target, arm, question),
         score=score(question.metric, answer, question.references, question.labels),
         category=question.category,
-        kv_bytes=int(reply.report.get("kv_bytes", 0)),
-        dense_bytes=int(reply.report.get("dense_equivalent_bytes", 0)),
+        kv_bytes=kv_bytes,
+        dense_bytes=dense_bytes,
         seconds=reply.seconds,
     )
 
@@ -286,6 +365,8 @@ def _measure_speed(target: Target, session: Session, arm: Arm, speed: Speed) -> 
     ]
     for _ in range(2):
         replies = [reply for _, reply in session.run(orders)]
+    tokens = len(speed.prompts[0]) + speed.answer_tokens
+    bytes_ = [_bytes(target, arm, tokens, reply) for reply in replies]
     first = median(reply.first_seconds for reply in replies)
     step = median(
         (reply.seconds - reply.first_seconds) / (speed.answer_tokens - 1) for reply in replies
@@ -295,11 +376,27 @@ def _measure_speed(target: Target, session: Session, arm: Arm, speed: Speed) -> 
         arm=arm.name,
         case=speed.name,
         inputs=item_inputs(target, arm, speed),
-        kv_bytes=sum(int(reply.report.get("kv_bytes", 0)) for reply in replies),
-        dense_bytes=sum(int(reply.report.get("dense_equivalent_bytes", 0)) for reply in replies),
+        kv_bytes=sum(used for used, _ in bytes_),
+        dense_bytes=sum(dense for _, dense in bytes_),
         seconds=sum(reply.seconds for reply in replies),
         values={"TTFT s": first, "TPOT ms": 1000 * step},
     )
+
+
+def _bytes(target: Target, arm: Arm, tokens: int, reply: Reply) -> tuple[int, int]:
+    """KV bytes of a request and of a dense one. Of stock SGLang, which does not tell, by its
+    element sizes: one byte instead of two."""
+    if not arm.stock:
+        report = reply.report
+        return int(report.get("kv_bytes", 0)), int(report.get("dense_equivalent_bytes", 0))
+    config = target.model_config or {}
+    try:
+        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        elements = 2 * tokens * heads * int(head_dim) * int(config["num_hidden_layers"])
+    except (KeyError, TypeError):
+        return 0, 0
+    return elements, 2 * elements
 
 
 def measure_layers(
@@ -308,6 +405,5 @@ def measure_layers(
     """K and V of these prompts, prefilled densely one after the other."""
     with target.session(arm, log, layers=True) as session:
         for prompt in prompts:
-            for _ in session.run([Order(prompt, DENSE)]):
-                pass
+            _run_all(session, [Order(prompt, DENSE)])
         return LayerStatistics.load(session.folder / FILE)

@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hs_runtime.config import ConfigError
-from hs_runtime.evaluation.tap import TokenScores
+
+if TYPE_CHECKING:
+    from hs_runtime.evaluation.tap import TokenScores  # torch, which a server's routes do not need
 
 FILE: Final = "results.jsonl"
 PREFILL: Final = "prefill"

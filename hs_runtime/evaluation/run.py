@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,10 +17,13 @@ from hs_runtime.evaluation.layers import markdown as layer_table
 from hs_runtime.evaluation.measure import Item, Speed, Target, measure, measure_layers
 from hs_runtime.evaluation.model import Language
 from hs_runtime.evaluation.plots import INSTALL, can_plot, plot_layers, plot_pareto
+from hs_runtime.evaluation.presets import FILE as PRESET_FILE
+from hs_runtime.evaluation.presets import preset_numbers
 from hs_runtime.evaluation.questions import longbench_questions, ruler_questions
 from hs_runtime.evaluation.records import Records
 from hs_runtime.evaluation.report import Row, markdown, recommend, rows_of
-from hs_runtime.evaluation.texts import Text, cut_documents
+from hs_runtime.evaluation.texts import Text, bundled_texts, cut_documents
+from hs_runtime.policies.policy import ServerConstants
 
 TABLE: Final = "results.md"
 ROWS: Final = "results.json"
@@ -97,8 +101,14 @@ def run_suites(
     folder: Path,
     say: Callable[[str], None],
     longbench: Path | None = None,
+    constants: ServerConstants | None = None,
+    calibration: str = "",
 ) -> list[Row]:
-    """Measures what is missing in `folder`, writes its tables and plots and gives all its rows."""
+    """Measures what is missing in `folder`, writes its tables and plots and gives all its rows.
+
+    With the command line's `constants` and `calibration` (a digest) it also writes what presets
+    were measured to cost.
+    """
     records = Records(folder)
     items = [
         item for suite in suites for item in build_items(suite, texts, language, wishes, longbench)
@@ -106,11 +116,26 @@ def run_suites(
     say(f"{len(items)} cases under {len(arms)} arms; finished ones are kept in {folder}")
     measure(target, language, arms, items, records)
     rows = write_tables(records, Path(target.model_path).name)
+    if constants is not None:
+        about = {
+            "model": Path(target.model_path).name,
+            "text": _described(texts),
+            "device": "CPU, float32" if target.device.kind == "cpu" else target.device.name,
+            "date": datetime.date.today().isoformat(),
+        }
+        sets = preset_numbers(rows, constants, calibration, about)
+        (folder / PRESET_FILE).write_text(json.dumps(sets, indent=1) + "\n", encoding="utf-8")
     if can_plot():
         plot_pareto(rows, folder)
     else:
         say(f"no plots without matplotlib ({INSTALL})")
     return rows
+
+
+def _described(texts: Sequence[Text]) -> str:
+    names = {text.name for text in texts}
+    bundled = {text.name for text in bundled_texts()}
+    return "bundled novels" if names == bundled else f"{len(names)} texts of the user's"
 
 
 def write_tables(records: Records, model: str) -> list[Row]:

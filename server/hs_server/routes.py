@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from hs_runtime.config import RuntimeConfig
+from hs_runtime.evaluation.presets import measured_presets
 from hs_runtime.metrics import metrics
 from hs_runtime.policies import PHASES, PRESETS, PolicyError, SparsityPolicy
 from hs_server.engine import Call, Engine, Fields
@@ -178,11 +179,21 @@ def build_router(engine: Engine, config: RuntimeConfig, gate: Gate) -> APIRouter
         }
         return JsonAnswer({"object": "list", "data": [card]})
 
+    measured = measured_presets(config.constants)
+
     async def policies() -> Response:
+        """`measured` is what a preset cost on the model that `measurement` names, null where the
+        constants of this server were not measured."""
+        numbers = measured["presets"] if measured else {}
+        about = {k: v for k, v in measured.items() if k != "presets"} if measured else None
         return JsonAnswer(
             {
                 "object": "list",
-                "data": [_described(name, policy) for name, policy in PRESETS.items()],
+                "data": [
+                    {**_described(name, policy), "measured": numbers.get(name)}
+                    for name, policy in PRESETS.items()
+                ],
+                "measurement": about,
                 "default": _described(config.default_policy.preset, config.default_policy),
                 "phases": list(PHASES),
                 "headers": list(REQUEST_HEADERS),

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from hs_runtime.config import RuntimeConfig
 from hs_runtime.metrics import metrics
 from hs_runtime.policies import CUSTOM_PARAM, PRESETS, Sparsity, SparsityPolicy
+from hs_server import routes
 from hs_server.app import OPEN_PATHS, Server, create_app
 from hs_server.engine import Call, Report
 from hs_server.schemas import MAX_N, MAX_SEQUENCES, REFUSED, ApiError
@@ -597,6 +598,21 @@ def test_policies_lists_presets_constants_and_phases(client: TestClient) -> None
     assert listed["default"]["id"] == "dense"
     assert listed["phases"] == ["prefill", "decode"]
     assert listed["constants"]["window"] == 256 and listed["constants"]["pruner"] == "magnitude"
+
+
+def test_presets_show_what_they_were_measured_to_cost(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {"kv_share": 0.78, "decode": {"kl": 0.01}}
+    found = {"model": "another", "date": "2026-01-01", "presets": {"light": numbers}}
+    for measured in (found, None):
+        monkeypatch.setattr(routes, "measured_presets", lambda constants, m=measured: m)
+        with serving(engine) as client:
+            listed = client.get("/v1/policies").json()
+        shown = {each["id"]: each["measured"] for each in listed["data"]}
+        assert shown["light"] == (numbers if measured else None) and shown["max"] is None
+        about = {"model": "another", "date": "2026-01-01"}
+        assert listed["measurement"] == (about if measured else None)
 
 
 def test_metrics_are_the_engines(client: TestClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,22 @@ from hs_runtime.config import ConfigError
 from hs_runtime.device import Device
 from hs_runtime.evaluation.arms import parse_arm, parse_arms
 from hs_runtime.evaluation.cases import COPIED, SUITES, Case, Wishes
-from hs_runtime.evaluation.measure import Speed, Target, item_inputs
+from hs_runtime.evaluation.measure import (
+    Pending,
+    References,
+    Speed,
+    Target,
+    item_inputs,
+    measure,
+)
 from hs_runtime.evaluation.model import fingerprint, vocabulary_size
 from hs_runtime.evaluation.plots import can_plot, plot_layers, plot_pareto
+from hs_runtime.evaluation.presets import (
+    measured_presets,
+    preset_numbers,
+    preset_table,
+    shipped_presets,
+)
 from hs_runtime.evaluation.records import FILE, Record, Records, Sums
 from hs_runtime.evaluation.report import markdown, recommend, rows_of
 from hs_runtime.evaluation.run import (
@@ -27,6 +41,7 @@ from hs_runtime.evaluation.run import (
     recommendation,
     write_tables,
 )
+from hs_runtime.evaluation.session import Order
 from hs_runtime.evaluation.tap import TokenScores
 from hs_runtime.evaluation.texts import Text, bundled_texts, cut_documents, read_texts
 from hs_runtime.policies import PRESETS
@@ -334,6 +349,71 @@ def test_the_cheapest_arm_within_the_budget_is_recommended() -> None:
     assert recommend(rows, 0.1) is None
     with pytest.raises(ConfigError, match=r"no arm is within 0\.1 \(measured: max 0\.3000\)"):
         recommendation(rows, arms, 0.1)
+
+
+ABOUT = {"model": "model", "text": "texts", "device": "CPU", "date": "2026-01-01"}
+
+
+def test_presets_carry_what_was_measured_under_their_constants() -> None:
+    records = [
+        record("kl@600", "light", "a", (0.01, 0.03), kv_bytes=80),
+        record("kl@600", "max", "a", (0.2, 0.4)),
+        record("kl@600", "decode=0.5/1", "a", (0.2, 0.4)),
+        record("kl@600", "max+segment=512", "a", (0.2, 0.4)),
+        record("copy@600", "balanced", "a", (0.2, 0.4)),
+        record("kl@600", "max+pruner=unknown", "a", (0.2, 0.4)),
+    ]
+    (found,) = preset_numbers(rows_of(records), CONSTANTS, "", ABOUT)
+    assert set(found["presets"]) == {"light", "max"}
+    assert found["constants"]["pruner"] == "magnitude" and found["suite"] == "kl@600"
+    light = found["presets"]["light"]
+    assert light["kv_share"] == 0.8 and light["prefill"]["kl"] == 0.0
+    assert light["decode"] == {"kl": 0.02, "nll_gain": 0.5, "agreement": 1.0}
+    table = preset_table([found])
+    assert "| `light` | 0.800 | 0.0000 | 1.000 | 0.0200 | 1.000 |" in table
+    assert "model, texts, kl@600, pruner `magnitude`" in table and "2026-01-01" in table
+
+
+def test_the_shipped_numbers_say_what_they_are_of() -> None:
+    for found in shipped_presets():
+        assert set(found["presets"]) <= set(PRESETS) and len(found["presets"]) > 1
+        assert all(found[name] for name in ("model", "text", "device", "date", "suite"))
+        constants = replace(CONSTANTS, pruner=found["constants"]["pruner"])
+        assert measured_presets(constants) == found
+    assert measured_presets(replace(CONSTANTS, segment=128)) is None
+
+
+def test_one_reference_serves_all_engines(tmp_path: Path) -> None:
+    target = Target(Device("cpu", "CPU", 1), "model", None, "weights", 100)
+    case = Case("kl", "a", tuple(range(9)), 4, (3, 4, 5, 6))
+    light, paper = parse_arm("light", CONSTANTS), parse_arm("paper", CONSTANTS)
+    plans = [[Pending(case, (light,))], [Pending(case, (paper,))], []]
+    references = References(target, tmp_path / "references", plans)
+    assert references.positions(case) == case.scored, "one of the arms prunes in prefill"
+    ran: list[Order] = []
+
+    def run(orders: Sequence[Order]) -> None:
+        for order in orders:
+            assert order.job is not None and order.job.writes and order.policy.is_dense
+            Path(order.job.reference).write_bytes(b"log-probs")
+        ran.extend(orders)
+
+    references.write_with(run, [case])
+    assert references.path(case).read_bytes() == b"log-probs" and len(ran) == 1
+    references.release(case)
+    references.write_with(run, [case])
+    assert len(ran) == 1, "made twice"
+    references.release(case)
+    assert not references.path(case).exists()
+    references.remove_all()
+    assert not (tmp_path / "references").exists()
+    assert References(target, tmp_path, plans[:1]).positions(case) == (5, 6)
+
+
+def test_fp8_is_refused_without_a_device(tmp_path: Path) -> None:
+    target = Target(Device("cpu", "CPU", 1), "model", None, "weights", 100)
+    with pytest.raises(ConfigError, match="fp8"):
+        measure(target, language(), parse_arms(["fp8"], CONSTANTS), [], Records(tmp_path))
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
