@@ -196,14 +196,20 @@ def evaluate(
     longbench: Annotated[
         Path | None, typer.Option(help="Folder with LongBench's .jsonl files.")
     ] = None,
-    documents: Annotated[int, typer.Option(help="Documents of the suites kl and copy.")] = 10,
+    documents: Annotated[
+        int, typer.Option(min=1, help="Documents of the suites kl and copy.")
+    ] = 10,
     prompts: Annotated[
-        int, typer.Option(help="Prompts of a retrieval suite, or of each task of ruler, longbench.")
+        int,
+        typer.Option(
+            min=0,
+            help="Prompts of a retrieval suite, or of each task of ruler and longbench (0: all).",
+        ),
     ] = 40,
-    streams: Annotated[int, typer.Option(help="Requests at once in the suite speed.")] = 1,
-    steps: Annotated[int, typer.Option(help="Decode steps after each document.")] = 128,
+    streams: Annotated[int, typer.Option(min=1, help="Requests at once in the suite speed.")] = 1,
+    steps: Annotated[int, typer.Option(min=2, help="Decode steps after each document.")] = 128,
     scored_prompt: Annotated[
-        int, typer.Option(help="Last tokens of a document's prompt that are scored.")
+        int, typer.Option(min=0, help="Last tokens of a document's prompt that are scored.")
     ] = 1024,
     device: Annotated[str, typer.Option(help=" | ".join(_DEVICES))] = "auto",
     segment: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.segment,
@@ -230,6 +236,8 @@ def evaluate(
 
     Every arm is a policy, compared with dense on the same tokens: KL, NLL and agreement of the next
     token (suite kl), retrieval, LongBench, speed. `results.md`, `.json` and plots go to the output.
+
+    Example: hs-runtime eval --suite kl,passkey --arms dense,light,balanced,max --output DIR
     """
     from hs_runtime.evaluation.arms import parse_arm, parse_arms
     from hs_runtime.evaluation.cases import Wishes

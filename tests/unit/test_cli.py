@@ -25,8 +25,10 @@ from hs_runtime.config import (
 )
 from hs_runtime.demo_model import MODEL_NAME, DemoModelError
 from hs_runtime.device import Device
+from hs_runtime.evaluation.model import Language
 from tests.support.calibrations import write_calibration
 from tests.support.checkpoints import tiny_llama
+from tests.support.languages import language
 
 GIB = 1 << 30
 
@@ -341,3 +343,53 @@ def test_doctor_exits_with_what_it_found(passed: bool, monkeypatch: pytest.Monke
     loaded: dict[str, Any] = json.loads(as_json.stdout)
     assert loaded["passed"] is passed
     assert loaded["devices"][0]["total_bytes"] == 64 * GIB
+
+
+# ---- eval ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--suite", "poems"), "suite: 'poems' (choose kl, copy"),
+        (("--arms", "maximal"), "arms: 'maximal'"),
+        (("--arms", "max+pruner=none"), "unknown pruner 'none'"),
+        (("--text", "/nowhere"), "text: '/nowhere' does not exist"),
+        (("--segment", "100"), "segment=100"),
+        (("--suite", "longbench"), "longbench: no folder given"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_before_a_model_loads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, str], said: str
+) -> None:
+    (model / "config.json").write_text(json.dumps({"vocab_size": 320, "hidden_size": 64}))
+    monkeypatch.setattr(Language, "load", lambda path: language())
+    fixed = ("--device", "cpu", "--model", str(model), "--output", str(tmp_path / "out"))
+    result = invoke("eval", *fixed, *words)
+    assert result.exit_code == 2 and said in result.stderr, result.output
+
+
+def test_the_evaluation_measures_what_was_asked_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "config.json").write_text(json.dumps({"vocab_size": 320, "hidden_size": 64}))
+    monkeypatch.setattr(Language, "load", lambda path: language())
+    asked: dict[str, Any] = {}
+
+    def measure(target: Any, language: Any, arms: Any, items: Any, records: Any) -> None:
+        asked.update(target=target, arms=arms, items=items, folder=records.folder)
+
+    monkeypatch.setattr("hs_runtime.evaluation.run.measure", measure)
+    words = ("--suite", "kl@900,passkey", "--documents", "2", "--prompts", "3", "--steps", "9")
+    fixed = ("--device", "cpu", "--model", str(model), "--output", str(tmp_path / "out"))
+    result = invoke("eval", *fixed, *words, "--arms", "light,paper", "--max-total-tokens", "4096")
+    assert result.exit_code == 0, result.output
+    assert [arm.name for arm in asked["arms"]] == ["light", "paper"]
+    assert asked["arms"][0].constants.pruner == "magnitude"
+    assert [each.suite for each in asked["items"]] == ["kl@900"] * 2 + ["passkey@1100"] * 3
+    assert len(asked["items"][0].tokens) == 900 + 9 + 1
+    assert asked["target"].passed == ("--max-total-tokens", "4096")
+    assert asked["target"].vocabulary == 320 and asked["folder"] == tmp_path / "out"
+    assert (tmp_path / "out" / "results.md").is_file()
+    advice = invoke("eval", *fixed, *words, "--arms", "light", "--recommend")
+    assert advice.exit_code == 2 and "no arm is within 0.05 (measured: none)" in advice.stderr
