@@ -15,7 +15,7 @@ once and answered with `--answer` tokens each. `window` is output tokens a secon
 first token to the first last one, when all decode and none prefills; `whole` is all output tokens
 over all the time.
 
-`--profile DIR` keeps a trace of eight decode steps at the first of `--lengths`.
+`--profile DIR` keeps a trace of eight decode steps at the first length.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def measure(
 
 def profile(engine: Any, length: int, policy: str | None, folder: Path) -> None:
     """A trace of eight decode steps, for Perfetto or chrome://tracing."""
+    from sglang.srt.managers.io_struct import ProfileReq
 
     async def traced() -> None:
         ids = prompt(length, random.Random(1))
@@ -127,9 +128,10 @@ def profile(engine: Any, length: int, policy: str | None, folder: Path) -> None:
         async for output in stream:
             if output["meta_info"]["completion_tokens"] >= 16 and not started:
                 started = True
-                await engine.tokenizer_manager.start_profile(
-                    output_dir=str(folder), num_steps=8, activities=["CPU", "GPU"]
+                wish = ProfileReq(
+                    output_dir=str(folder), num_steps=8, activities=["CPU", "GPU"], with_stack=False
                 )
+                await engine.tokenizer_manager.start_profile(wish)
 
     engine.loop.run_until_complete(traced())
 
@@ -239,6 +241,8 @@ def main() -> None:
             with (args.output / f"{bench}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
+    if args.profile:
+        profile(engine, (lengths or [args.saturate])[0], policies[-1], args.profile / args.arm)
     for length in lengths:
         for policy in policies:
             found = measure(engine, length, policy, args.tokens, args.repeat)
@@ -252,9 +256,6 @@ def main() -> None:
             case = {"B": 1, "L": length, "policy": policy, **bytes_of}
             for name in ("ttft", "tpot"):
                 write(f"e2e_{name}", case, "s", found[name], known["stock"][f"{length} None"][name])
-        if args.profile:
-            profile(engine, length, policies[-1], args.profile / args.arm)
-            args.profile = None
     if args.saturate:
         for policy in args.saturate_policies.split(",") if ours else [None]:
             found = saturate(engine, args.saturate, policy, args.answer, args.rows)
