@@ -42,24 +42,53 @@ __global__ void copy_slots_kernel(const std::int64_t* arenas, const int* from, c
   if (i < slot_bytes / 16) target[i] = source[i];
 }
 
-// A warp for each token and head. Tokens whose block is not dense (padding, page 0) are dropped.
-__global__ void store_tokens_kernel(const std::uint8_t* tokens, std::int64_t token_stride,
-                                    std::int64_t head_stride, std::uint8_t* arena, const int* refs,
-                                    const std::int64_t* locations, int count, int heads,
-                                    int row_bytes) {
-  const int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-  if (i >= count * heads) return;
-  const int token = i / heads, head = i % heads;
+struct Rows {  // of tokens; strides in bytes
+  const std::uint8_t* base;
+  std::int64_t token_stride, head_stride;
+
+  __device__ const std::uint8_t* at(int token, int head) const {
+    return base + token * token_stride + head * head_stride;
+  }
+};
+
+// A warp copies a row. With `order`, element c comes from element order[c] of 16 bits.
+__device__ void copy_row(std::uint8_t* target, const std::uint8_t* source, const int* order,
+                         int row_bytes, int lane) {
+  if (order == nullptr) {
+    for (int c = lane; c < row_bytes / 16; c += 32)
+      reinterpret_cast<uint4*>(target)[c] = reinterpret_cast<const uint4*>(source)[c];
+  } else {
+    for (int c = lane; c < row_bytes / 2; c += 32)
+      reinterpret_cast<std::uint16_t*>(target)[c] =
+          reinterpret_cast<const std::uint16_t*>(source)[order[c]];
+  }
+}
+
+// A warp for each token and head: K's, V's, then Q's where there is a permutation. Tokens whose
+// block is not dense (padding, page 0) are dropped.
+__global__ void store_tokens_kernel(Rows k, Rows v, Rows q, std::uint8_t* q_out,
+                                    std::uint8_t* arena, const int* refs, std::int64_t side_refs,
+                                    const std::int64_t* locations, const int* permutation,
+                                    int count, int heads, int q_heads, int row_bytes) {
+  int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32, channels = row_bytes / 2;
+  if (i >= 2 * count * heads) {
+    i -= 2 * count * heads;
+    if (permutation == nullptr || i >= count * q_heads) return;
+    const int token = i / q_heads, head = i % q_heads;
+    copy_row(q_out + static_cast<std::int64_t>(i) * row_bytes, q.at(token, head),
+             permutation + head / (q_heads / heads) * channels, row_bytes, lane);
+    return;
+  }
+  const int side = i / (count * heads), token = i / heads % count, head = i % heads;
   const std::int64_t location = locations[token];
   if (location < 0) return;
-  const int ref = refs[location / kBlockSize * heads + head];
+  const int ref = refs[side * side_refs + location / kBlockSize * heads + head];
   if (!is_dense(ref)) return;
-  const uint4* source =
-      reinterpret_cast<const uint4*>(tokens + token * token_stride + head * head_stride);
-  uint4* target = reinterpret_cast<uint4*>(
-      arena + ((static_cast<std::int64_t>(ref) * heads + head) * kBlockSize +
-               location % kBlockSize) * row_bytes);
-  for (int c = lane; c < row_bytes / 16; c += 32) target[c] = source[c];
+  std::uint8_t* target = arena + ((static_cast<std::int64_t>(ref) * heads + head) * kBlockSize +
+                                  location % kBlockSize) * row_bytes;
+  const int* order = side == 0 && permutation != nullptr ? permutation + head * channels : nullptr;
+  copy_row(target, (side == 0 ? k : v).at(token, head), order, row_bytes, lane);
 }
 
 }  // namespace
@@ -103,18 +132,27 @@ HS_EXPORT int hs_copy_slots(const long long* arenas, const int* from, const int*
   return cudaGetLastError();
 }
 
-// Strides in bytes. refs int32 [P, H] of one layer and side; locations int64 [count]: page * 64 +
-// offset. Rows of `row_bytes`, a multiple of 16.
-HS_EXPORT int hs_store_tokens(const void* tokens, long long token_stride, long long head_stride,
-                              void* arena, const int* refs, const long long* locations, int count,
-                              int heads, int row_bytes, void* stream) {
+// k, v: [count, heads] rows of `row_bytes`, a multiple of 16, strides in bytes. refs int32
+// [2, P, H] of one layer, `side_refs` = P * H; locations int64 [count]: page * 64 + offset.
+// permutation int32 [heads, D] or null: K's channels are stored in its order, and q [count,
+// q_heads] goes to q_out, contiguous, in the same.
+HS_EXPORT int hs_store_tokens(const void* k, long long k_token, long long k_head, const void* v,
+                              long long v_token, long long v_head, const void* q,
+                              long long q_token, long long q_head, void* q_out, void* arena,
+                              const int* refs, long long side_refs, const long long* locations,
+                              const int* permutation, int count, int heads, int q_heads,
+                              int row_bytes, void* stream) {
   using namespace hs;
   if (count == 0) return cudaSuccess;
-  const long long threads = static_cast<long long>(count) * heads * 32;
+  const int rows = 2 * heads + (permutation != nullptr ? q_heads : 0);
+  const long long threads = static_cast<long long>(count) * rows * 32;
   store_tokens_kernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0,
                         static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const std::uint8_t*>(tokens), token_stride, head_stride,
-      static_cast<std::uint8_t*>(arena), refs, reinterpret_cast<const std::int64_t*>(locations),
-      count, heads, row_bytes);
+      {static_cast<const std::uint8_t*>(k), k_token, k_head},
+      {static_cast<const std::uint8_t*>(v), v_token, v_head},
+      {static_cast<const std::uint8_t*>(q), q_token, q_head}, static_cast<std::uint8_t*>(q_out),
+      static_cast<std::uint8_t*>(arena), refs, side_refs,
+      reinterpret_cast<const std::int64_t*>(locations), permutation, count, heads, q_heads,
+      row_bytes);
   return cudaGetLastError();
 }

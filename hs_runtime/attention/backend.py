@@ -144,11 +144,7 @@ class HieraAttnBackend(AttentionBackend):
                 "cannot be served by hierasparse"
             )
         dim = layer.head_dim
-        q, k, v = (x.reshape(x.shape[0], -1, dim) for x in (q, k, v))
-        if self.permutation is not None:
-            order = self.permutation[layer.layer_id - self.token_to_kv_pool.start_layer]
-            q, k = (ops.permute_channels(x, order) for x in (q, k))
-        return [q, k, v]
+        return [x.reshape(x.shape[0], -1, dim) for x in (q, k, v)]
 
     def forward_extend(
         self,
@@ -167,6 +163,8 @@ class HieraAttnBackend(AttentionBackend):
         plan, pool = self.plan.prefill, self.pool
         assert plan is not None and save_kv_cache
         index = layer.layer_id - self.token_to_kv_pool.start_layer
+        if self.permutation is not None:
+            q, k = (ops.permute_channels(x, self.permutation[index]) for x in (q, k))
         dense = pool.dense_view(index)
         for side, rows in zip(Side, (k, v), strict=True):
             writes = plan.writes[side]
@@ -238,10 +236,9 @@ class HieraAttnBackend(AttentionBackend):
         assert decode is not None and save_kv_cache
         q, k, v = self._heads(q, k, v, layer, extra)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
-        for side, rows in zip(Side, (k, v), strict=True):
-            ops.store_tokens(
-                rows, pool.arena[index], pool.refs[index, side], decode.locations, pool.format
-            )
+        order = None if self.permutation is None else self.permutation[index]
+        arena, refs = pool.arena[index], pool.refs[index]
+        q = ops.store_tokens(k, v, q, arena, refs, decode.locations, pool.format, order)
         out, _ = ops.decode_attention(
             q,
             pool.arena[index],

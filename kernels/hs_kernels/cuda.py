@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "hs_update_refs": [_P, _P, _P, _L, _P],
     "hs_assign_refs": [*6 * [_P], *3 * [_I], _P],
     "hs_copy_slots": [_P, _P, _P, _I, _I, _L, _P],
-    "hs_store_tokens": [_P, _L, _L, _P, _P, _P, *3 * [_I], _P],
+    "hs_store_tokens": [*3 * [_P, _L, _L], *3 * [_P], _L, *2 * [_P], *4 * [_I], _P],
     "hs_merge_states": [*4 * [_P], _I, _L, _I, _P],
     "hs_permute_channels": [_I, _P, _L, _P, _L, _P, _L, _I, _I, _P],
 }
@@ -439,21 +439,42 @@ def copy_slots(addresses: Tensor, source: Tensor, target: Tensor, slot_bytes: in
 
 
 @torch.library.custom_op("hierasparse::store_tokens", mutates_args=("arena",))
-def store_tokens(tokens: Tensor, arena: Tensor, refs: Tensor, locations: Tensor) -> None:
-    size = tokens.element_size()
-    tokens = _loadable(tokens)
+def store_tokens(
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    locations: Tensor,
+    permutation: Tensor | None,
+) -> Tensor:
+    size = k.element_size()
+    k, v = _loadable(k), _loadable(v)
+    out = q.new_empty(q.shape if permutation is not None else 0)
+    rows = ((x.data_ptr(), x.stride(0) * size, x.stride(1) * size) for x in (k, v, q))
     launch(
-        tokens.device,
+        k.device,
         "hs_store_tokens",
-        *(tokens.data_ptr(), tokens.stride(0) * size, tokens.stride(1) * size),
-        *map(pointer, (arena, refs, locations)),
-        *(tokens.shape[0], tokens.shape[1], tokens.shape[2] * size),
+        *(value for row in rows for value in row),
+        *map(pointer, (out, arena, refs)),
+        refs.shape[1] * refs.shape[2],
+        *map(pointer, (locations, permutation)),
+        *(k.shape[0], k.shape[1], q.shape[1], k.shape[2] * size),
     )
+    return out
 
 
 @store_tokens.register_fake
-def _(tokens: Tensor, arena: Tensor, refs: Tensor, locations: Tensor) -> None:
-    return None
+def _(
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    locations: Tensor,
+    permutation: Tensor | None,
+) -> Tensor:
+    return q.new_empty(q.shape if permutation is not None else 0)
 
 
 # --- the rest -----------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ __all__ = [
     "store_blocks",
     "store_pages",
     "store_tokens",
+    "token_weights",
     "update_refs",
 ]
 
@@ -91,16 +92,7 @@ def store_blocks(
     `reference.compensate`. `token_weights` f32 [N, Hkv, 64] scale magnitudes of V by token.
     """
     _check_blocks(blocks, refs, fmt, "refs")
-    rules = sum(x is not None for x in (keep, weights, token_weights))
-    _check(rules <= 1, "keep, weights and token_weights are rules; a block has one")
-    if token_weights is not None:
-        shape = tuple(blocks.shape[:3])
-        _check(side == Side.V, "token weights are of V")
-        _check(
-            tuple(token_weights.shape) == shape and token_weights.dtype == torch.float32,
-            f"token_weights are {token_weights.dtype} {list(token_weights.shape)}, not f32 "
-            f"{list(shape)}",
-        )
+    _check_rules(blocks, side, keep, weights, token_weights)
     _check(means is None or (side == Side.V and keep is None), _CENTERED)
     if values is not None and keep is None:
         keep = reference.keep_2_4(blocks, side)  # of the blocks, not of what is stored
@@ -176,28 +168,45 @@ def block_losses(
     keep: Tensor | None = None,
     weights: Tensor | None = None,
     centered: bool = False,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """f32 [N, Hkv]: the magnitude that each of blocks [N, Hkv, 64, D] loses when it is pruned.
 
     `keep` (bool, as blocks) is the element mask, by default the two largest of four; `weights` f32
-    [Hkv, D] scale magnitudes by channel, in the choice and in the loss. `centered` subtracts from V
-    the mean over the tokens of each channel first, as `store_blocks` does with `means`.
+    [Hkv, D] scale magnitudes by channel, in the choice and in the loss, and `token_weights` f32
+    [N, Hkv, 64] those of V by token. `centered` subtracts from V the mean over the tokens of each
+    channel first, as `store_blocks` does with `means`.
     """
-    _check(keep is None or weights is None, "keep and weights are two rules; a block has one")
+    _check_rules(blocks, side, keep, weights, token_weights)
     _check(not centered or (side == Side.V and keep is None), _CENTERED)
-    if blocks.is_cuda:
+    if blocks.is_cuda and token_weights is None:
         from hs_kernels import cuda
 
         result: Tensor = cuda.block_losses(blocks, int(side), keep, weights, centered)
         return result
-    _require_cpu("block_losses", blocks)
     if centered:
         mean = blocks.to(torch.float32).mean(2, keepdim=True).to(blocks.dtype)
         blocks = (blocks.to(torch.float32) - mean.to(torch.float32)).to(blocks.dtype)
     if weights is not None:
         scaled = blocks.abs().to(torch.float32) * weights[:, None]
         return reference.block_losses(scaled, side)
+    if token_weights is not None:
+        scaled = blocks.abs().to(torch.float32) * token_weights[..., None]
+        return reference.block_losses(scaled, side)
     return reference.block_losses(blocks, side, keep)
+
+
+def token_weights(keys: Tensor, query: Tensor) -> Tensor:
+    """f32 [N, Hkv, 64]: exp(query key), for keys [N, Hkv, 64, D], any view, and query f32 [Hkv, D].
+
+    What `store_blocks` weighs the tokens of V with. Rows are independent of their company.
+    """
+    _check(
+        keys.dim() == 4 and tuple(query.shape) == (keys.shape[1], keys.shape[3]),
+        f"keys {list(keys.shape)} do not fit query {list(query.shape)}",
+    )
+    products = keys.to(torch.float32) * query[:, None]
+    return products.sum(-1).exp()
 
 
 def rank_blocks(losses: Tensor) -> Tensor:
@@ -442,30 +451,49 @@ def copy_slots(arenas: Sequence[Tensor], source: Tensor, target: Tensor, slot_by
 
 
 def store_tokens(
-    tokens: Tensor, arena: Tensor, refs: Tensor, locations: Tensor, fmt: BlockFormat
-) -> None:
-    """Write tokens [T, Hkv, D] into the dense blocks of their pages.
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    locations: Tensor,
+    fmt: BlockFormat,
+    permutation: Tensor | None = None,
+) -> Tensor:
+    """Write k, v [T, Hkv, D] into the dense blocks of their pages; gives the q to attend with.
 
-    refs int32 [P, Hkv] of one layer and side; locations int64 [T], page * 64 + offset. A token
-    whose block is not dense, such as the padding of a captured batch on page 0, is dropped.
+    refs int32 [2, P, Hkv] of one layer; locations int64 [T], page * 64 + offset. A token whose
+    block is not dense, such as the padding of a captured batch on page 0, is dropped. With
+    `permutation` int32 [Hkv, D] the channels of K are stored, and those of q [T, Hq, D] returned,
+    in its order (`permute_channels`); without, q is returned as it is.
     """
     _check(
-        tokens.dim() == 3 and tokens.shape[2] == fmt.head_dim,
-        f"tokens are {list(tokens.shape)}, not [T, Hkv, {fmt.head_dim}]",
+        k.dim() == 3 and k.shape == v.shape and k.shape[2] == fmt.head_dim,
+        f"k is {list(k.shape)} and v {list(v.shape)}, not [T, Hkv, {fmt.head_dim}]",
     )
-    _check(tokens.dtype == fmt.torch_dtype, f"tokens are {tokens.dtype}, not {fmt.torch_dtype}")
+    _check(
+        q.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[1] % k.shape[1] == 0,
+        f"q is {list(q.shape)}, not [{k.shape[0]}, Hq, {fmt.head_dim}]",
+    )
+    for name, x in (("k", k), ("v", v), ("q", q)):
+        _check(x.dtype == fmt.torch_dtype, f"{name} is {x.dtype}, not {fmt.torch_dtype}")
     _check_arena(arena)
-    _check_devices(arena, tokens=tokens, refs=refs, locations=locations)
+    _check_devices(arena, k=k, v=v, q=q, refs=refs, locations=locations)
     if arena.is_cuda:
         from hs_kernels import cuda
 
-        cuda.store_tokens(tokens, arena, refs, locations)
-        return
+        _check(refs.is_contiguous() and locations.is_contiguous(), "refs and locations have gaps")
+        moved: Tensor = cuda.store_tokens(k, v, q, arena, refs, locations, permutation)
+        return q if permutation is None else moved
     _require_cpu("store_tokens", arena)
-    ref = refs[locations // fmt.block_size]
-    t, head = (ref > 0).nonzero(as_tuple=True)
-    dense = reference.dense_slots(arena, fmt, tokens.shape[1])
-    dense[ref[t, head].long(), head, locations[t] % fmt.block_size] = tokens[t, head]
+    if permutation is not None:
+        q, k = permute_channels(q, permutation), permute_channels(k, permutation)
+    dense = reference.dense_slots(arena, fmt, k.shape[1])
+    for side, tokens in zip(Side, (k, v), strict=True):
+        ref = refs[side, locations // fmt.block_size]
+        t, head = (ref > 0).nonzero(as_tuple=True)
+        dense[ref[t, head].long(), head, locations[t] % fmt.block_size] = tokens[t, head]
+    return q
 
 
 def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
@@ -491,6 +519,26 @@ def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
 def _check(claim: bool, otherwise: str) -> None:
     if not claim:
         raise ValueError(otherwise)
+
+
+def _check_rules(
+    blocks: Tensor,
+    side: Side,
+    keep: Tensor | None,
+    weights: Tensor | None,
+    token_weights: Tensor | None,
+) -> None:
+    rules = sum(x is not None for x in (keep, weights, token_weights))
+    _check(rules <= 1, "keep, weights and token_weights are rules; a block has one")
+    if token_weights is None:
+        return
+    shape = tuple(blocks.shape[:3])
+    _check(side == Side.V, "token weights are of V")
+    _check(
+        tuple(token_weights.shape) == shape and token_weights.dtype == torch.float32,
+        f"token_weights are {token_weights.dtype} {list(token_weights.shape)}, not f32 "
+        f"{list(shape)}",
+    )
 
 
 def _check_blocks(blocks: Tensor, of_blocks: Tensor, fmt: BlockFormat, name: str) -> None:

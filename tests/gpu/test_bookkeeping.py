@@ -37,17 +37,26 @@ def test_slots_move_in_every_layer(fmt: BlockFormat, sparse: bool) -> None:
         assert torch.equal(got.cpu(), want)
 
 
+@pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_tokens_go_to_the_dense_block_of_their_page(fmt: BlockFormat) -> None:
-    heads, tokens = 2, 40
+def test_tokens_go_to_the_dense_block_of_their_page(fmt: BlockFormat, permuted: bool) -> None:
+    heads, tokens, dim = 2, 40, fmt.head_dim
     arena = torch.full((3 * heads * fmt.superblock_bytes,), 0xFF, dtype=torch.uint8)
-    refs = torch.tensor([[0, 0], [3, 4], [-2, 9], [12, 13]], dtype=torch.int32)
+    keys = [[0, 0], [3, 4], [-2, 9], [12, 13]]
+    values = [[0, 0], [5, 6], [7, -3], [14, 15]]
+    refs = torch.tensor([keys, values], dtype=torch.int32)
     locations = torch.randperm(4 * 64)[:tokens]
-    k = torch.randn(tokens, heads, 2 * fmt.head_dim).to(fmt.torch_dtype)[..., : fmt.head_dim]
+    k, v = torch.randn(2, tokens, heads, 2 * dim).to(fmt.torch_dtype)[..., :dim]
+    q = torch.randn(tokens, 3 * heads, 2 * dim).to(fmt.torch_dtype)[..., :dim]
+    order = torch.stack([torch.randperm(dim) for _ in range(heads)]).int() if permuted else None
     got = arena.cuda()
-    ops.store_tokens(k.cuda(), got, refs.cuda(), locations.cuda(), fmt)
-    ops.store_tokens(k, arena, refs, locations, fmt)
+    on_device = [x.cuda() for x in (k, v, q)]
+    queries = ops.store_tokens(
+        *on_device, got, refs.cuda(), locations.cuda(), fmt, None if order is None else order.cuda()
+    )
+    want = ops.store_tokens(k, v, q, arena, refs, locations, fmt, order)
     assert torch.equal(got.cpu(), arena)
+    assert torch.equal(queries.cpu(), want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

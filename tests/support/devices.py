@@ -395,9 +395,8 @@ class TensorDevice(_Forward):
         k, v = torch.from_numpy(self._own).to(pool.format.torch_dtype).unbind(1)
         if plan.prefill is None:
             assert plan.locations is not None
-            for side, rows in zip(Side, (k, v), strict=True):
-                refs = pool.refs[layer, side]
-                ops.store_tokens(rows, pool.arena[layer], refs, plan.locations, pool.format)
+            arena, refs = pool.arena[layer], pool.refs[layer]
+            ops.store_tokens(k, v, k, arena, refs, plan.locations, pool.format)
             return
         dense = pool.dense_view(layer)
         for side, rows in zip(Side, (k, v), strict=True):

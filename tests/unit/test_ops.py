@@ -129,10 +129,31 @@ def test_a_factor_of_another_shape_or_side_is_refused() -> None:
 def test_two_rules_for_one_block_are_refused() -> None:
     blocks = torch.zeros(1, HEADS, 64, FMT.head_dim, dtype=torch.bfloat16)
     keep, weights = torch.ones(blocks.shape, dtype=torch.bool), torch.ones(HEADS, FMT.head_dim)
-    with pytest.raises(ValueError, match="two rules"):
+    with pytest.raises(ValueError, match="a block has one"):
         ops.block_losses(blocks, Side.K, FMT, keep=keep, weights=weights)
     with pytest.raises(ValueError, match="means are of V"):
         ops.block_losses(blocks, Side.K, FMT, centered=True)
+
+
+def test_losses_are_of_the_rule_that_stores() -> None:
+    blocks, keys = torch.randn(2, 3, HEADS, 64, FMT.head_dim).to(torch.bfloat16)
+    weights = ops.token_weights(keys, torch.randn(HEADS, FMT.head_dim) / 8)
+    losses = ops.block_losses(blocks, Side.V, FMT, centered=True, token_weights=weights)
+    mean = blocks.float().mean(2, keepdim=True).to(torch.bfloat16)
+    rest = (blocks.float() - mean.float()).to(torch.bfloat16)
+    scaled = rest.abs().float() * weights[..., None]
+    assert torch.equal(losses, reference.block_losses(scaled, Side.V))
+
+
+def test_token_weights_are_exponentials_of_products_row_by_row() -> None:
+    keys, query = torch.randn(5, 64, HEADS, 64).transpose(1, 2), torch.randn(HEADS, 64) / 8
+    weights = ops.token_weights(keys, query)
+    torch.testing.assert_close(weights, torch.einsum("nhtd,hd->nht", keys, query).exp())
+    alone = [ops.token_weights(keys[i : i + 1, h : h + 1], query[h : h + 1])
+             for i in range(5) for h in range(HEADS)]  # fmt: skip
+    assert torch.equal(torch.stack(alone).view(weights.shape), weights)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.token_weights(keys, query[:1])
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 16])
@@ -152,12 +173,28 @@ def test_a_segments_slots_go_by_rank() -> None:
 
 
 def test_tokens_of_pages_that_are_not_dense_are_dropped() -> None:
-    refs = torch.tensor([[0, 0], [3, -1]], dtype=torch.int32)
-    tokens = torch.ones(2, HEADS, FMT.head_dim, dtype=torch.bfloat16)
+    refs = torch.tensor([[[0, 0], [3, -1]], [[0, 0], [-1, 4]]], dtype=torch.int32)
+    k, v = (torch.full((2, HEADS, FMT.head_dim), x, dtype=torch.bfloat16) for x in (1.0, 2.0))
     arena = empty_arena()
-    ops.store_tokens(tokens, arena, refs, torch.tensor([5, 64 + 7]), FMT)
-    changed = (reference.dense_slots(arena, FMT, HEADS) == 1).all(-1).nonzero()
-    assert changed.tolist() == [[3, 0, 7]]
+    q = torch.randn(2, 2 * HEADS, FMT.head_dim).bfloat16()
+    assert ops.store_tokens(k, v, q, arena, refs, torch.tensor([5, 64 + 7]), FMT) is q
+    dense = reference.dense_slots(arena, FMT, HEADS)
+    assert (dense == 1).all(-1).nonzero().tolist() == [[3, 0, 7]]
+    assert (dense == 2).all(-1).nonzero().tolist() == [[4, 1, 7]]
+
+
+def test_tokens_are_stored_and_queries_returned_in_the_order_of_a_permutation() -> None:
+    refs = torch.tensor([[[1, 2]], [[3, 4]]], dtype=torch.int32)
+    k, v = torch.randn(2, 3, HEADS, FMT.head_dim).bfloat16()
+    q = torch.randn(3, 2 * HEADS, FMT.head_dim).bfloat16()
+    order = torch.stack([torch.randperm(FMT.head_dim) for _ in range(HEADS)]).int()
+    arena = empty_arena()
+    moved = ops.store_tokens(k, v, q, arena, refs, torch.arange(3), FMT, order)
+    assert torch.equal(moved, ops.permute_channels(q, order))
+    dense = reference.dense_slots(arena, FMT, HEADS)
+    for head in range(HEADS):
+        assert torch.equal(dense[1 + head, head, :3], k[:, head][:, order[head].long()])
+        assert torch.equal(dense[3 + head, head, :3], v[:, head])
 
 
 def test_slots_are_copied_in_every_arena() -> None:
