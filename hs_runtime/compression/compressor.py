@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from hs_kernels import ops
 from hs_kernels.block_format import Side
 from hs_kernels.reference import unpack_blocks
-from hs_runtime.policies.pruner import PrunedBlocks, Pruner, select
+from hs_runtime.policies.pruner import Pruner, select
 from hs_runtime.pool.block_pool import BlockPool, CompressionError, Convert
 
 # What a pruner or a shape may raise. Anything else, an error of the device above all, leaves memory
@@ -81,6 +82,18 @@ class _Conversions:
     sparse_keys: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What `ops.store_blocks` is told of blocks, and their losses (empty where nobody asked)."""
+
+    keep: Tensor | None
+    values: Tensor | None
+    weights: Tensor | None
+    factor: Tensor | None
+    token_weights: Tensor | None
+    losses: Tensor
+
+
 def _batches(conversions: Sequence[Convert]) -> Iterator[list[Convert]]:
     """In order, of at most `PAGES_AT_ONCE` pages each, or of one conversion."""
     batch: list[Convert] = []
@@ -93,6 +106,10 @@ def _batches(conversions: Sequence[Convert]) -> Iterator[list[Convert]]:
         batch.append(conversion)
     if batch:
         yield batch
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 @contextmanager
@@ -192,25 +209,20 @@ class Compressor:
                 blocks, keys = (
                     x[of_run].unflatten(0, (pages, 64)).transpose(1, 2) for x in (rows, k)
                 )
-                refs = singles.refs[done : done + pages]
-                self._store_sparse(layer, side, blocks, refs, keys)
+                choice = self._choose(layer, side, blocks, partial(_as_it_is, keys))
+                self._store(layer, side, blocks, singles.refs[done : done + pages], choice)
                 done += pages
             if singles.stored.numel():
-                stored, stored_keys = self.pool.dense_view(layer)[singles.stored], None
-                if side == Side.V and self.pruner.reads_keys:
-                    stored_keys = self._keys(layer, singles.stored_pages, singles.stored_keys)
-                self._store_sparse(layer, side, stored, singles.refs[done:], stored_keys)
+                stored = self.pool.dense_view(layer)[singles.stored]
+                keys_of = partial(self._keys, layer, singles.stored_pages, singles.stored_keys)
+                choice = self._choose(layer, side, stored, keys_of)
+                self._store(layer, side, stored, singles.refs[done:], choice)
         for group in self._groups:
             blocks = torch.stack([self._load(layer, (k, v)[group.side], s) for s in group.sources])
-            group_keys = None
-            if group.side == Side.V and self.pruner.reads_keys:
-                group_keys = torch.stack(
-                    [
-                        self._load_keys(layer, k, page, source)
-                        for page, source in zip(group.pages, group.sources, strict=True)
-                    ]
-                )
-            self._place(layer, group, blocks, group_keys)
+            choice = self._choose(
+                layer, group.side, blocks, partial(self._group_keys, layer, k, group), ranked=True
+            )
+            self._place(layer, group, blocks, choice)
 
     def convert(self, conversions: Sequence[Convert]) -> None:
         """Pages take their decode form, in all layers: dense slots to sparse ones of the same page,
@@ -242,10 +254,8 @@ class Compressor:
         pages, old, new = (self._index([*chain.from_iterable(field)]) for field in fields)
         return _Conversions(rows[0].side, pages, old, new, any(c.sparse_keys for c in rows))
 
-    def _keys_of(self, layer: int, c: _Conversions) -> Tensor | None:
+    def _converted_keys(self, layer: int, c: _Conversions) -> Tensor:
         """K blocks [N, H, 64, D] of V's pages, as they are: V is converted before K."""
-        if c.side == Side.K or not self.pruner.reads_keys:
-            return None
         keys = self._keys(layer, c.pages)
         if not c.sparse_keys:
             return keys
@@ -267,10 +277,11 @@ class Compressor:
 
     def _convert_singles(self, layer: int, c: _Conversions) -> Iterator[None]:
         """Dense pages, each to a sparse slot. Reads, yields, then writes."""
-        blocks, keys = self.pool.dense_view(layer)[c.old], self._keys_of(layer, c)
+        blocks = self.pool.dense_view(layer)[c.old]
+        choice = self._choose(layer, c.side, blocks, partial(self._converted_keys, layer, c))
         yield
         refs = c.new.to(torch.int32)[:, None].expand(-1, self.pool.heads).contiguous()
-        self._store_sparse(layer, c.side, blocks, refs, keys)
+        self._store(layer, c.side, blocks, refs, choice)
         self.pool.refs[layer, c.side, c.pages] = refs
 
     def _convert_segment(self, layer: int, c: _Conversions) -> Iterator[None]:
@@ -287,12 +298,11 @@ class Compressor:
         means = pool.means_of(layer, c.side)
         if means is not None:
             old_means = means[(-refs).clamp(min=0), head]
-        keys = self._keys_of(layer, c)
+        keys_of = partial(self._converted_keys, layer, c)
+        choice = self._choose(layer, c.side, blocks, keys_of, ranked=True)
         yield
-        pruned = self._prune(layer, c.side, blocks, keys, ranked=True)
-        assert pruned.losses is not None
         was_sparse = refs < 0
-        losses = torch.where(was_sparse, torch.inf, pruned.losses)
+        losses = torch.where(was_sparse, torch.inf, choice.losses)
         by_loss = torch.argsort(losses, dim=0, stable=True)
         position = torch.empty_like(by_loss).scatter_(0, by_loss, rank)
         old_rank = (refs[..., None] == c.old).int().argmax(-1)
@@ -306,64 +316,85 @@ class Compressor:
         if means is not None:
             means[slot, of] = old_means[source, of]
         names = ("keep", "values", "token_weights")
-        given = {name: x for name in names if (x := getattr(pruned, name)) is not None}
-        in_order = replace(pruned, **{name: x[order, head] for name, x in given.items()})
+        given = {name: x for name in names if (x := getattr(choice, name)) is not None}
+        in_order = replace(choice, **{name: x[order, head] for name, x in given.items()})
         stored = torch.where(fresh & ~moved, target, 0).to(torch.int32)
         self._store(layer, c.side, blocks[order, head], stored, in_order)
         pool.refs[layer, c.side, c.pages] = (
             torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
         )
 
-    def _place(self, layer: int, group: PageGroup, blocks: Tensor, keys: Tensor | None) -> None:
+    def _place(self, layer: int, group: PageGroup, blocks: Tensor, choice: _Choice) -> None:
         """Blocks [C, H, 64, D] of a segment onto its slots in rank order; refs follow."""
         pool, heads = self.pool, self.pool.heads
-        pruned = self._prune(layer, group.side, blocks, keys, ranked=True)
-        assert pruned.losses is not None
-        order = select(pruned.losses, 0).order  # [C, H]
+        order = select(choice.losses, 0).order  # [C, H]
         new = self._index(list(group.refs))[:, None].expand(-1, heads)
         pages = self._index(list(group.pages))
         refs = torch.empty_like(order).scatter_(0, order, new).to(torch.int32)
-        self._store(layer, group.side, blocks, refs, pruned)
+        self._store(layer, group.side, blocks, refs, choice)
         pool.refs[layer, group.side, pages] = refs
 
-    def _store_sparse(
-        self, layer: int, side: int, blocks: Tensor, refs: Tensor, keys: Tensor | None
-    ) -> None:
-        """Prunes and packs blocks [N, H, 64, D], any view, into the sparse slots of refs [N, H]."""
-        pruned = self._prune(layer, side, blocks, keys, ranked=False)
-        self._store(layer, side, blocks, refs, pruned)
-
-    def _store(
-        self, layer: int, side: int, blocks: Tensor, refs: Tensor, pruned: PrunedBlocks
-    ) -> None:
-        """Blocks [N, H, 64, D] as refs int32 [N, H] say, sparse ones as pruned."""
+    def _store(self, layer: int, side: int, blocks: Tensor, refs: Tensor, choice: _Choice) -> None:
+        """Blocks [N, H, 64, D], any view, as refs int32 [N, H] say; sparse ones as chosen."""
         ops.store_blocks(
             blocks,
             Side(side),
             self.pool.arena[layer],
             refs,
             self.pool.format,
-            keep=pruned.keep,
-            weights=pruned.weights,
+            keep=choice.keep,
+            weights=choice.weights,
             means=self.pool.means_of(layer, side),
-            factor=pruned.factor,
-            values=pruned.values,
-            token_weights=pruned.token_weights,
+            factor=choice.factor,
+            values=choice.values,
+            token_weights=choice.token_weights,
         )
 
-    def _prune(
-        self, layer: int, side: int, blocks: Tensor, keys: Tensor | None, *, ranked: bool
-    ) -> PrunedBlocks:
+    def _choose(
+        self,
+        layer: int,
+        side: int,
+        blocks: Tensor,
+        keys_of: Callable[[], Tensor],
+        *,
+        ranked: bool = False,
+    ) -> _Choice:
+        """What the pruner says of blocks [N, H, 64, D]; with losses, if they are to be ranked.
+        `keys_of` gives the K blocks of the same pages."""
         calibration = None if self.calibration is None else self.calibration[layer]
-        keys = keys if side == Side.V else None
-        return self.pruner.prune(blocks, side, calibration, ranked=ranked, keys=keys)
+        pruned = self.pruner.prune(blocks, side, calibration, ranked=ranked)
+        query = pruned.query
+        token_weights = None if query is None else ops.token_weights(keys_of(), query)
+        losses = pruned.losses
+        if ranked and losses is None:
+            losses = ops.block_losses(
+                blocks,
+                Side(side),
+                self.pool.format,
+                keep=pruned.keep,
+                weights=pruned.weights,
+                centered=self.pool.means_of(layer, side) is not None,
+                token_weights=token_weights,
+            )
+        return _Choice(
+            keep=pruned.keep,
+            values=pruned.values,
+            weights=pruned.weights,
+            factor=pruned.factor,
+            token_weights=token_weights,
+            losses=blocks.new_empty(0) if losses is None else losses,
+        )
 
-    def _load_keys(self, layer: int, k: Tensor, page: int, source: PageSource) -> Tensor:
-        """[H, 64, D]: K of a page whose V comes from `source`."""
-        if source.token >= 0:
-            return self._load(layer, k, source)
-        pages, slots = self._index([page]), self._index([self._key_slot(page)])
-        return self._keys(layer, pages, slots)[0]
+    def _group_keys(self, layer: int, k: Tensor, group: PageGroup) -> Tensor:
+        """K blocks [C, H, 64, D] of a group of V."""
+        return torch.stack(
+            [
+                self._load(layer, k, source)
+                if source.token >= 0
+                else self._keys(layer, self._index([page]), self._index([self._key_slot(page)]))[0]
+                for page, source in zip(group.pages, group.sources, strict=True)
+            ]
+        )
 
     def _load(self, layer: int, own: Tensor, source: PageSource) -> Tensor:
         """[H, 64, D] of one page."""

@@ -25,11 +25,13 @@ class PrunedBlocks:
     keep    bool [N, H, 64, D], exactly two of each group of four; None: the two largest |x|, the
             lower index winning ties, which is what the compress kernel does unasked
     values  [N, H, 64, D] like the input, what is stored where `keep` holds; None: the input itself
-    losses  f32 [N, H], lower is pruned first; None when no ranking was asked for
+    losses  f32 [N, H], lower is pruned first; None when no ranking was asked for, or where it is by
+            what the kernels' rule drops
     weights f32 [H, D], without `keep`: the two largest |x| * weight, by channel
     factor  f32 [H, D, D], with `weights`: kept values take over what is pruned (the kernels'
             `compensate`)
-    token_weights  f32 [N, H, 64], without `keep`: of V, the two largest |x| * weight, by token
+    query   f32 [H, D], without `keep`: of V, the two largest |x| * exp(query k), by token, where k
+            is the token's key: as it was computed, unless prefill pruned it before
     """
 
     keep: Tensor | None = None
@@ -37,7 +39,7 @@ class PrunedBlocks:
     losses: Tensor | None = None
     weights: Tensor | None = None
     factor: Tensor | None = None
-    token_weights: Tensor | None = None
+    query: Tensor | None = None
 
 
 class Pruner(Protocol):
@@ -59,10 +61,6 @@ class Pruner(Protocol):
         kept beside them. `prune` is given plain blocks all the same."""
 
     @property
-    def reads_keys(self) -> bool:
-        """Whether `prune` must be given the K blocks of the same pages with V blocks."""
-
-    @property
     def is_stored(self) -> bool:
         """Whether what it keeps is 2:4. If not it can be simulated, but not served."""
 
@@ -73,13 +71,11 @@ class Pruner(Protocol):
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
-        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         """Prune candidate pages `blocks` [N, H, 64, D] of one layer; `side` is 0 (K) or 1 (V).
 
         K is grouped by four neighbouring channels of a token, V by four neighbouring tokens of a
-        channel. `calibration` holds the layer's constants by the names of `Calibration`. `keys`
-        [N, H, 64, D] come with V blocks: as they were computed, unless prefill pruned them.
+        channel. `calibration` holds the layer's constants by the names of `Calibration`.
         `ranked=False` says that all N will be sparse, so losses are not needed. N may be 0. Does
         not mutate `blocks` and does not synchronise.
         """
@@ -92,7 +88,6 @@ class MagnitudePruner:
     name: str = "magnitude"
     needs_calibration: bool = False
     centers_values: bool = False
-    reads_keys: bool = False
     is_stored: bool = True
 
     def prune(
@@ -102,7 +97,6 @@ class MagnitudePruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
-        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         return PrunedBlocks(losses=dropped_norm(blocks, side) if ranked else None)
 
@@ -119,7 +113,6 @@ class CalibratedPruner:
     name: str = "calibrated"
     needs_calibration: bool = True
     centers_values: bool = True
-    reads_keys: bool = True
     is_stored: bool = True
 
     def prune(
@@ -129,22 +122,11 @@ class CalibratedPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
-        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         constants = _given(self.name, calibration)
         if side == V_SIDE:
-            if keys is None:
-                raise ValueError(f"the pruner {self.name!r} prunes V with its keys, and got none")
-            scores = (keys.to(torch.float32) * constants["mean_score"][:, None]).sum(-1)
-            by_token = (scores / 8).exp()
-            losses = None
-            if ranked:
-                rest = blocks - blocks.mean(2, keepdim=True, dtype=torch.float32)
-                losses = dropped_norm(rest * by_token[..., None], side)
-            return PrunedBlocks(losses=losses, token_weights=by_token)
-        weights = constants["query_rms"]
-        losses = dropped_norm(blocks * weights[:, None], side) if ranked else None
-        return PrunedBlocks(losses=losses, weights=weights, factor=constants["factor"])
+            return PrunedBlocks(query=constants["mean_score"] / 8)
+        return PrunedBlocks(weights=constants["query_rms"], factor=constants["factor"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +138,6 @@ class ChannelPruner:
     name: str = "channel"
     needs_calibration: bool = True
     centers_values: bool = False
-    reads_keys: bool = False
     is_stored: bool = True
 
     def prune(
@@ -166,7 +147,6 @@ class ChannelPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
-        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         constants = _given(self.name, calibration)
         if side == V_SIDE:
@@ -184,7 +164,6 @@ class RandomPruner:
     name: str = "random"
     needs_calibration: bool = False
     centers_values: bool = False
-    reads_keys: bool = False
     is_stored: bool = True
 
     def prune(
@@ -194,7 +173,6 @@ class RandomPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
-        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         bits = blocks.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
         tokens, channels = blocks.shape[-2:]
@@ -214,7 +192,6 @@ class UnstructuredPruner:
     name: str = "unstructured"
     needs_calibration: bool = False
     centers_values: bool = False
-    reads_keys: bool = False
     is_stored: bool = False
 
     def prune(
@@ -224,7 +201,6 @@ class UnstructuredPruner:
         calibration: Mapping[str, Tensor] | None = None,
         *,
         ranked: bool = True,
-        keys: Tensor | None = None,
     ) -> PrunedBlocks:
         order = torch.sort(blocks.abs(), dim=-1, descending=True, stable=True).indices
         keep = torch.zeros(blocks.shape, dtype=torch.bool, device=blocks.device)

@@ -36,7 +36,7 @@ def pool() -> BlockPool:
 class Failing:
     """A pruner that raises."""
 
-    name, needs_calibration, reads_keys = "failing", False, False
+    name, needs_calibration = "failing", False
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

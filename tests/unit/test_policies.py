@@ -7,6 +7,8 @@ import hashlib
 import pytest
 import torch
 
+from hs_kernels import ops
+from hs_kernels.block_format import BlockFormat, Side
 from hs_runtime.policies import (
     PRESETS,
     PolicyError,
@@ -263,8 +265,8 @@ CONSTANTS = {
 
 
 def pruned(name: str, blocks: torch.Tensor, side: int, *, ranked: bool = True) -> PrunedBlocks:
-    """By the pruner of that name, with constants, and the blocks themselves for keys."""
-    return build_pruner(name).prune(blocks, side, CONSTANTS, ranked=ranked, keys=blocks)
+    """By the pruner of that name, with constants."""
+    return build_pruner(name).prune(blocks, side, CONSTANTS, ranked=ranked)
 
 
 @pytest.mark.parametrize("side", [K_SIDE, V_SIDE])
@@ -272,8 +274,8 @@ def pruned(name: str, blocks: torch.Tensor, side: int, *, ranked: bool = True) -
 def test_answers_do_not_depend_on_the_batch(name: str, side: int) -> None:
     blocks = torch.randn(9, 2, 64, 64).to(torch.bfloat16)
     together, alone = pruned(name, blocks, side), [pruned(name, x[None], side) for x in blocks]
-    assert together.losses is not None and together.losses.shape == (9, 2)
-    for field in ("losses", "keep", "token_weights"):
+    assert together.losses is None or together.losses.shape == (9, 2)
+    for field in ("losses", "keep", "values"):
         whole = getattr(together, field)
         if whole is not None:
             assert torch.equal(whole, torch.cat([getattr(each, field) for each in alone])), field
@@ -284,10 +286,9 @@ def test_answers_do_not_depend_on_the_batch(name: str, side: int) -> None:
 def test_blocks_need_not_be_contiguous(name: str, side: int) -> None:
     blocks = torch.randn(3, 64, 2, 64).transpose(1, 2)  # as they lie in a chunk's K or V
     strided, packed = (pruned(name, each, side) for each in (blocks, blocks.contiguous()))
-    assert torch.equal(strided.losses, packed.losses)
-    assert (strided.keep is None) == (packed.keep is None)
-    if strided.keep is not None:
-        assert torch.equal(strided.keep, packed.keep)
+    for field in ("losses", "keep", "values"):
+        one, other = getattr(strided, field), getattr(packed, field)
+        assert one is other is None or torch.equal(one, other), field
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -301,7 +302,8 @@ def test_no_losses_are_computed_unless_asked_for(name: str) -> None:
 @pytest.mark.parametrize("name", PRUNERS)
 def test_no_pages_are_no_losses(name: str, side: int) -> None:
     losses = pruned(name, torch.empty(0, 2, 64, 64), side).losses
-    assert losses is not None
+    if losses is None:
+        losses = ops.block_losses(torch.empty(0, 2, 64, 64), Side(side), BlockFormat(64, "float32"))
     assert losses.shape == (0, 2)
     assert select(losses, 500).sparse.shape == (0, 2)
 
@@ -329,28 +331,13 @@ def test_a_pruner_without_its_constants_says_so(name: str) -> None:
         build_pruner(name).prune(torch.zeros(1, 2, 64, 64), K_SIDE)
 
 
-def test_calibrated_keys_are_weighed_by_the_queries() -> None:
-    blocks = torch.randn(2, 2, 64, 64)
-    answer = pruned("calibrated", blocks, K_SIDE)
-    weighed = blocks * CONSTANTS["query_rms"][:, None]
-    assert torch.equal(answer.losses, MagnitudePruner().prune(weighed, K_SIDE).losses)
-    assert answer.weights is CONSTANTS["query_rms"] and answer.factor is CONSTANTS["factor"]
-    assert answer.token_weights is None
-
-
-def test_calibrated_values_are_weighed_by_the_average_score_of_their_keys() -> None:
-    values, keys = torch.randn(2, 2, 2, 64, 64)
-    pruner = build_pruner("calibrated")
-    answer = pruner.prune(values, V_SIDE, CONSTANTS, keys=keys)
-    scores = torch.einsum("nhtd,hd->nht", keys, CONSTANTS["mean_score"])
-    torch.testing.assert_close(answer.token_weights, (scores / 8).exp())
-    assert (answer.keep, answer.values, answer.weights, answer.factor) == (None, None, None, None)
-    rest = (values - values.mean(2, keepdim=True)) * answer.token_weights[..., None]
-    torch.testing.assert_close(answer.losses, MagnitudePruner().prune(rest, V_SIDE).losses)
-    moved = pruner.prune(values + torch.randn(2, 2, 1, 64), V_SIDE, CONSTANTS, keys=keys)
-    torch.testing.assert_close(moved.losses, answer.losses)
-    with pytest.raises(ValueError, match="with its keys"):
-        pruner.prune(values, V_SIDE, CONSTANTS)
+def test_calibrated_pruning_is_a_rule_of_the_kernels() -> None:
+    k, v = (pruned("calibrated", torch.randn(2, 2, 64, 64), side) for side in (K_SIDE, V_SIDE))
+    assert k.weights is CONSTANTS["query_rms"] and k.factor is CONSTANTS["factor"]
+    assert k.query is None and v.weights is None and v.factor is None
+    assert torch.equal(v.query, CONSTANTS["mean_score"] / 8)
+    for answer in (k, v):
+        assert (answer.keep, answer.values, answer.losses) == (None, None, None)
 
 
 def test_static_masks_are_the_same_channels_in_every_token() -> None:
