@@ -402,7 +402,8 @@ __device__ __forceinline__ bool warpgroup_any(int id, bool claim) {
       : "memory");
   return any;
 }
-// The two warpgroups take turns in issuing products, so that one's exponentials meet the other's.
+// The two warpgroups take turns in issuing products, so that one's exponentials meet the other's;
+// not with sparse K, which is faster without.
 __device__ __forceinline__ void turn_begin(int warpgroup) {
   asm volatile("barrier.cta.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
 }
@@ -415,6 +416,12 @@ __device__ __forceinline__ void turn_end(int warpgroup) {
 template <class T>
 constexpr float kSumLimit = std::is_same_v<T, __half> ? 32768.f : 1.1e12f;
 
+// The same in every lane, and known to be. Addresses, descriptors and loop counters that derive
+// from it live in uniform registers; without it, ptxas takes whatever was read from shared memory,
+// and all code behind a branch on it, to differ from lane to lane.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ bool uniform(bool x) { return __any_sync(~0u, x); }
+
 // Where a consumer thread stands. Read anew in rare paths (volatile), lest the compiler keeps what
 // they derive from it in registers all through the main loop.
 struct Place {
@@ -425,7 +432,7 @@ __device__ __forceinline__ Place place_now() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   thread -= 128;
   const int lane = thread % 32;
-  return {thread / 128, thread / 32 % 4, lane, lane / 4, lane % 4};
+  return {uniform(thread / 128), thread / 32 % 4, lane, lane / 4, lane % 4};
 }
 
 // Which blocks a step multiplies, as far as its code knows. ptxas serialises products that are in
@@ -670,8 +677,8 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + (items & 1) * 48);
     const int& head =
         *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
-    if (head < 0) return;
-    const int steps = (item.blocks + 1) / 2;
+    if (uniform(head) < 0) return;
+    const int steps = uniform((item.blocks + 1) / 2);
     const int first_row = item.start + wg * kWarpgroupRows;
 
     RowScores<C> x;
@@ -714,8 +721,9 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       }
     };
     auto kinds_before = [&] {
-      const int sparse = kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
-      return sparse == 2 ? kAllSparse : sparse == 0 ? kAllDense : kAnyKinds;
+      const int a = kinds[2 * kr.before()], b = kinds[2 * kr.before() + 1];
+      if (__all_sync(~0u, a & b)) return kAllSparse;
+      return uniform(bool(a | b)) ? kAnyKinds : kAllDense;
     };
     // All products in flight must have ended: O is scaled at once.
     auto restart_step = [&](uint32_t p_offset) {
@@ -749,7 +757,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     turn_end(wg);
     wgmma_wait<0>();
     pin(x.s);
-    if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+    if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
@@ -764,7 +772,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       turn_end(wg);
       wgmma_wait<kSettled ? 1 : 0>();
       pin(x.s);
-      if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+      if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
       store_half(0, p_offset, sum);
       wgmma_wait<0>();
@@ -791,11 +799,11 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
         moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
       else
         moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
-      if (moved) {  // rare: the scores are gone, so they are computed again
+      if (uniform(moved)) {  // rare: the scores are gone, so they are computed again
         x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
         wgmma_wait<0>();
         pin(x.s);
-        if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+        if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
         restart_step(p_offset);
       }
       __syncwarp();
@@ -875,7 +883,6 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
   const uint64_t q_desc = swizzled(base + C::kQ + wg * kWarpgroupRows * 128);
   Ring<C::kStages> kr;
   uint32_t items = 0;
-  if (wg == 0) turn_end(1);
   // Where transposed matrices of P go: rows are queries, this warp's two 8-token pieces.
   const uint32_t p_row = at.lane % 8 + at.lane / 16 * 8;
   const uint32_t p_to = p_base + p_row * 128 + ((2 * at.warp + at.lane / 8 % 2 ^ p_row % 8) << 4);
@@ -884,8 +891,8 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + (items & 1) * 48);
     const int& head =
         *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
-    if (head < 0) return;
-    const int steps = (item.blocks + 1) / 2;
+    if (uniform(head) < 0) return;
+    const int steps = uniform((item.blocks + 1) / 2);
     const int first_row = item.start + wg * kWarpgroupRows;
 
     float s[2][32], o[C::kChunks][32], m[16], l[16];
@@ -1026,11 +1033,9 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     };
 
     barrier_wait(bar.k_full(kr.slot), kr.parity);
-    turn_begin(wg);
     multiply_k_half(any, 0);
     multiply_k_half(any, 1);
-    turn_end(wg);
-    if (infos[kr.slot].masked) mask(infos[kr.slot]);
+    if (uniform(infos[kr.slot].masked != 0)) mask(infos[kr.slot]);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
@@ -1038,14 +1043,12 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
 
     auto step = [&](auto kinds_known, uint32_t p_offset) {
       constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
-      turn_begin(wg);
       multiply_k_half(kinds_known, 0);
       multiply_k_half(kinds_known, 1);
       multiply_half(kinds_known, 0, C::kPBytes - p_offset);
-      turn_end(wg);
       wgmma_wait<kSettled ? 1 : 0>();
       pin_all(s);
-      if (infos[kr.slot].masked) mask(infos[kr.slot]);
+      if (uniform(infos[kr.slot].masked != 0)) mask(infos[kr.slot]);
       store_half(0, p_offset);
       wgmma_wait<0>();
       pin_all(o);
@@ -1072,10 +1075,10 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
         moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
       else
         moved = step(any, p_offset);
-      if (moved) {  // rare: the scores are gone, so they are computed again
+      if (uniform(moved)) {  // rare: the scores are gone, so they are computed again
         multiply_k_half(any, 0);
         multiply_k_half(any, 1);
-        if (infos[kr.slot].masked) mask(infos[kr.slot]);
+        if (uniform(infos[kr.slot].masked != 0)) mask(infos[kr.slot]);
         take_back();
         restart_step(p_offset);
       }
@@ -1155,8 +1158,8 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + (items & 1) * 48);
     const int& head =
         *reinterpret_cast<const int*>(smem + C::kItems + (items & 1) * 48 + sizeof(Item));
-    if (head < 0) return;
-    const int steps = (item.blocks + 1) / 2;
+    if (uniform(head) < 0) return;
+    const int steps = uniform((item.blocks + 1) / 2);
     const int first_row = item.start + wg * kWarpgroupRows;
 
     RowScores<C> x;
@@ -1198,7 +1201,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
       turn_end(wg);
       wgmma_wait<1>();
       pin(x.s);
-      if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+      if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
       const float2 sum = exponentials(after);
@@ -1226,7 +1229,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     turn_end(wg);
     wgmma_wait<0>();
     pin(x.s);
-    if (infos[kr.slot].masked) x.mask(infos[kr.slot], first_row);
+    if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
