@@ -402,8 +402,8 @@ __device__ __forceinline__ bool warpgroup_any(int id, bool claim) {
       : "memory");
   return any;
 }
-// The two warpgroups take turns in issuing products, so that one's exponentials meet the other's;
-// not with sparse K, which is faster without.
+// With dense K and V the two warpgroups take turns in issuing products, so that one's exponentials
+// meet the other's. Where P goes through shared memory, that gains nothing.
 __device__ __forceinline__ void turn_begin(int warpgroup) {
   asm volatile("barrier.cta.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
 }
@@ -666,7 +666,6 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
   Ring<C::kStages> kr;
   uint32_t items = 0;
-  if (wg == 0) turn_end(1);
   uint32_t p_row;  // where this lane's rows of matrices of P go; column group i is at p_row ^ 32 i
   {
     const int row = at.warp * 16 + at.lane % 16;
@@ -752,9 +751,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
 
     // First step: its maxima are the reference.
     barrier_wait(bar.k_full(kr.slot), kr.parity);
-    turn_begin(wg);
     x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
-    turn_end(wg);
     wgmma_wait<0>();
     pin(x.s);
     if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
@@ -765,11 +762,9 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
 
     auto step = [&](auto kinds_known, uint32_t p_offset) {
       constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
-      turn_begin(wg);
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
       if constexpr (!kSettled) wgmma_wait<0>();
       multiply_half(kinds_known, 0, C::kPBytes - p_offset);
-      turn_end(wg);
       wgmma_wait<kSettled ? 1 : 0>();
       pin(x.s);
       if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
