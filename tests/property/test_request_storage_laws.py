@@ -18,10 +18,9 @@ import pytest
 from hs_kernels.block_format import BlockFormat
 from hs_runtime import batching
 from hs_runtime.attention import plan
-from hs_runtime.compression import Compressor, compressor
+from hs_runtime.compression import compressor
 from hs_runtime.compression import request_storage as storage
 from hs_runtime.policies import PRESETS, SparsityPolicy
-from hs_runtime.policies.pruner import MagnitudePruner
 from hs_runtime.pool import block_pool
 from hs_runtime.pool.block_pool import DENSE, SPARSE, BlockPool
 from hs_runtime.scheduler import admission, lifecycle
@@ -55,6 +54,7 @@ from tests.support.histories import (
     small_answer,
     small_history,
 )
+from tests.support.key_checking import KeyChecking
 from tests.support.tiny_engine import Engine, Request
 
 RUNS = int(os.environ.get("RUNS", 120))
@@ -105,7 +105,7 @@ def tensor_engine(
     rules: Lifecycle, fmt: BlockFormat, blocks: int, pages: int = 200, **options: Any
 ) -> Engine:
     pool = BlockPool(fmt, layers=LAYERS, heads=HEADS, superblocks=blocks, pages=pages)
-    device = TensorDevice(rules, plan.TILE, pool, Compressor(pool, MagnitudePruner()))
+    device = TensorDevice(rules, plan.TILE, pool, KeyChecking(pool))
     return Engine(rules, pool, device, stop=150, **options)
 
 
@@ -141,6 +141,9 @@ def test_tensors_in_the_arena_follow_every_history(seed: int) -> None:
     )
     run_history(e, history, rng)
     check_answers(requests, functools.partial(tensor_answer, rules))
+    compressor = e.device.compressor
+    assert compressor.checked or not compressor.chosen, "no key was looked at"
+    assert not compressor.wrong, "V was pruned with the keys of other tokens"
 
 
 # ---- single laws --------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from hs_runtime.pool.block_pool import (
 )
 from hs_runtime.scheduler.lifecycle import SIDES, Lifecycle
 from tests.support.contents import HEADS, LAYERS, VOCAB, Content, Hashes, Vectors, mix
+from tests.support.key_checking import KeyChecking
 
 
 @dataclass(frozen=True)
@@ -392,6 +393,8 @@ class TensorDevice(_Forward):
     def store(self, layer: int, xs: Sequence[int], plan: AttnPlan) -> None:
         pool = self.pool
         self._own = self.vectors.rows(layer, xs)
+        if isinstance(self.compressor, KeyChecking):
+            self.compressor.watch(self.vectors, layer, self._own)
         k, v = torch.from_numpy(self._own).to(pool.format.torch_dtype).unbind(1)
         if plan.prefill is None:
             assert plan.locations is not None
