@@ -1,13 +1,23 @@
-"""Times prefill attention next to FlashAttention-3, one JSON line for each case.
+"""Times prefill attention in turn with FlashAttention-3, one JSON line for each case.
 
     python tests/bench/bench_prefill.py --fa3-library LIBRARY --output tests/bench/results/h200
+    python tests/bench/bench_prefill.py --fa3-library LIBRARY --curve --cases 1x32768
+    python tests/bench/bench_prefill.py --fa3-library LIBRARY --ablation --cases 8x32768
 
 One layer, causal, a whole context in one chunk under the segment rule: of every complete segment
-all pages after the sink are sparse where the share is 1, and pages lie in shuffled slots. `ours`
-and `baseline` are TFLOP/s of the dense computation (4 D Hq L^2 / 2 a sequence), `ratio` above 1
-says that ours is faster. `error` is the root mean square error of sampled rows against fp64 on the
-same (pruned) data, relative to the root mean square of the rows; `baseline_error` that of FA3 on
-the dense data.
+the named share of the pages after the sink is sparse, and pages lie in shuffled slots. `ours` and
+`baseline` are TFLOP/s of the dense computation (4 D Hq L^2 / 2 a sequence), `ratio` above 1 says
+that ours is faster. `error` is the root mean square error of sampled rows against fp64 on the same
+(pruned) data, relative to the root mean square of the rows; `baseline_error` that of FA3 on the
+dense data.
+
+The two take turns of about `--burst` milliseconds, since a card at its power limit slows down with
+time; `burst_ms` is how long a turn was. Short turns favour the one that draws more power, whose
+clock the other's turn has let rise: give at least 250 for what either does on its own.
+
+`--curve` walks the share of sparse blocks, of V alone and of both. `--ablation` tells what the
+general kernels cost from what sparse blocks gain: `kernel` names the sides for which the kernel
+takes sparse blocks, which is the fastest that can read the pages unless it says otherwise.
 """
 
 import argparse
@@ -18,6 +28,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -36,11 +47,22 @@ from hs_kernels.reference import (  # noqa: E402
     write_dummy,
 )
 from tests.bench.bench import fa3_forward  # noqa: E402
-from tests.support.timing import Timing, time_calls  # noqa: E402
 
 PAGE, SINK, SEGMENT = 64, 64, 1024
 CASES = [(1, 32768), (8, 32768), (1, 131072)]
 SHARES = [(0.0, 0.0), (0.0, 1.0), (1.0, 1.0)]
+STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+CURVE = [(0.0, s) for s in STEPS] + [(s, s) for s in STEPS[1:]]
+# (share, kernel): each kernel on dense pages, then on what it is for.
+ABLATION = [
+    ((0.0, 0.0), ""),
+    ((0.0, 0.0), "v"),
+    ((0.0, 1.0), "v"),
+    ((0.0, 0.0), "kv"),
+    ((0.0, 1.0), "kv"),
+    ((1.0, 0.0), "kv"),
+    ((1.0, 1.0), "kv"),
+]
 # Bounds of PREFILL_NOTES.md over the same bound of the dense kernel, for D = 128.
 PREDICTED = {(0.0, 0.0): 1.0, (0.0, 1.0): 931 / 895, (1.0, 1.0): 854 / 895}
 SEED = 1
@@ -80,16 +102,23 @@ class Stored:
     arena: torch.Tensor
     refs: torch.Tensor
     plan: PrefillPlan
+    sparse_pages: tuple[torch.Tensor, torch.Tensor]  # bool [pages] of K and of V
 
 
 def store(layer: Layer, share: tuple[float, float]) -> Stored:
-    """The pages of the layer as prefill leaves them; a share is 0 or 1."""
+    """The pages of the layer as prefill leaves them; every head has the same sparse ones."""
     fmt, heads = layer.fmt, layer.k.shape[1]
     pages = layer.batch * layer.length // PAGE
-    sparse_sides = [s > 0 for s in share]
     sink = torch.arange(pages, device="cuda") % (layer.length // PAGE) < SINK // PAGE
-    dense_count = sum(int(sink.sum()) if s else pages for s in sparse_sides)
-    sparse_count = sum(pages for s in sparse_sides if s)
+    candidates = (~sink).nonzero()[:, 0]
+    masks = []
+    for s in share:
+        mask = torch.zeros_like(sink)
+        order = torch.randperm(len(candidates), device="cuda")
+        mask[candidates[order[: round(s * len(candidates))]]] = True
+        masks.append(mask)
+    sparse_count = sum(int(mask.sum()) for mask in masks)
+    dense_count = 2 * pages - sparse_count
     dense_supers = -(-dense_count // fmt.dense_per_superblock)
     total = 1 + dense_supers + -(-sparse_count // fmt.sparse_per_superblock)
     arena = torch.zeros(total * heads * fmt.superblock_bytes, dtype=torch.uint8, device="cuda")
@@ -102,7 +131,7 @@ def store(layer: Layer, share: tuple[float, float]) -> Stored:
     refs = torch.zeros((2, pages + 1, heads), dtype=torch.int32, device="cuda")
     for side, x in ((Side.K, layer.k), (Side.V, layer.v)):
         blocks = x.view(pages, PAGE, heads, fmt.head_dim).transpose(1, 2)
-        is_sparse = ~sink if sparse_sides[side] else torch.zeros_like(sink)
+        is_sparse = masks[side]
         where = (~is_sparse).nonzero()[:, 0]
         slots, free_dense = free_dense[: len(where)], free_dense[len(where) :]
         dense[slots] = blocks[where]
@@ -130,22 +159,25 @@ def store(layer: Layer, share: tuple[float, float]) -> Stored:
         tile_offsets=int32(torch.arange(layer.batch + 1) * tiles),
         frontiers=int32(starts // SEGMENT * SEGMENT // PAGE).repeat(layer.batch),
     )
-    return Stored(arena, refs, plan)
+    return Stored(arena, refs, plan, (masks[0], masks[1]))
 
 
-def attend(layer: Layer, stored: Stored, share: tuple[float, float]) -> torch.Tensor:
+def kernel_for(share: tuple[float, float]) -> str:
+    """The sides that may be sparse, as the serving path chooses them: K's kernel takes V's too."""
+    return "kv" if share[Side.K] > 0 else "v" if share[Side.V] > 0 else ""
+
+
+def attend(layer: Layer, stored: Stored, kernel: str) -> torch.Tensor:
     out, _ = ops.prefill_attention(
         *(layer.q, layer.k, layer.v, stored.arena, stored.refs, stored.plan),
         *(layer.scale, layer.fmt),
-        sparse_k=share[0] > 0,
-        sparse_v=share[1] > 0,
+        sparse_k="k" in kernel,
+        sparse_v="v" in kernel,
     )
     return out
 
 
-def sampled_error(
-    layer: Layer, out: torch.Tensor, share: tuple[float, float], rows: int = 24
-) -> float:
+def sampled_error(layer: Layer, out: torch.Tensor, stored: Stored | None, rows: int = 24) -> float:
     """Of rows at random positions, all heads, against fp64 on what those rows may read."""
     rng = torch.Generator().manual_seed(3)
     group = layer.q.shape[1] // layer.k.shape[1]
@@ -156,10 +188,12 @@ def sampled_error(
         kv = []
         for side, x in ((Side.K, layer.k), (Side.V, layer.v)):
             own = x[begin : begin + t + 1].double()
-            if share[side] > 0 and edge > SINK:
-                blocks = x[begin + SINK : begin + edge].view(-1, PAGE, *x.shape[1:]).transpose(1, 2)
-                kept = torch.where(keep_2_4(blocks, side), blocks, 0.0)
-                own[SINK:edge] = kept.transpose(1, 2).flatten(0, 1).double()
+            if stored is not None and edge > 0:
+                blocks = x[begin : begin + edge].view(-1, PAGE, *x.shape[1:]).transpose(1, 2)
+                pages = slice(begin // PAGE, (begin + edge) // PAGE)
+                pruned = stored.sparse_pages[side][pages, None, None, None]
+                kept = torch.where(keep_2_4(blocks, side) | ~pruned, blocks, 0.0)
+                own[:edge] = kept.transpose(1, 2).flatten(0, 1).double()
             kv.append(own.repeat_interleave(group, dim=1))
         weights = (torch.einsum("hd,nhd->hn", layer.q[r].double(), kv[0]) * layer.scale).softmax(-1)
         want = torch.einsum("hn,nhd->hd", weights, kv[1])
@@ -168,15 +202,47 @@ def sampled_error(
     return float((error / norm) ** 0.5)
 
 
-def measure(call: Callable[[], object], layer: Layer) -> tuple[Timing, float]:
-    """Time and TFLOP/s. No graph: a call lasts milliseconds."""
-    timing = time_calls([call], rounds=2, repeats=7, graph=False)
-    return timing, layer.flops / timing.micros / 1e6
+@dataclass(frozen=True)
+class Rate:
+    """TFLOP/s: the median over turns, and (max - min) / median."""
+
+    tflops: float
+    spread: float
 
 
-def read_clock(call: Callable[[], object], micros: float) -> str:
+def measure_in_turn(
+    calls: list[Callable[[], object]], layer: Layer, burst_ms: float, turns: int = 5
+) -> tuple[list[Rate], float]:
+    """The rates of calls that run in turn, and the milliseconds of the longest turn."""
+
+    def turn(call: Callable[[], object], count: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
+
+    counts = []
+    for call in calls:
+        turn(call, 1)
+        counts.append(max(1, round(burst_ms / turn(call, 1))))
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(turns):
+        for call, count, times in zip(calls, counts, taken, strict=True):
+            times.append(turn(call, count))
+    rates = [
+        Rate(layer.flops / median(times) / 1e9, (max(times) - min(times)) / median(times))
+        for times in taken
+    ]
+    longest = max(c * max(times) for c, times in zip(counts, taken, strict=True))
+    return rates, longest
+
+
+def read_clock(call: Callable[[], object], layer: Layer, rate: Rate) -> str:
     """What the driver reports of clock and power while calls run for about 0.6 s."""
-    for _ in range(max(1, int(6e5 / micros))):
+    for _ in range(max(1, int(0.6 * rate.tflops * 1e12 / layer.flops))):
         call()
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
     said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -193,11 +259,20 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cases", default="", help="B x L, as 1x32768,8x32768")
+    parser.add_argument("--burst", type=float, default=250.0, help="milliseconds of a turn")
+    walk = parser.add_mutually_exclusive_group()
+    walk.add_argument("--curve", action="store_true", help="shares of sparse blocks from 0 to 1")
+    walk.add_argument("--ablation", action="store_true", help="every kernel on dense pages too")
     arguments = parser.parse_args()
     fa3 = fa3_forward(arguments.fa3_library)
     if fa3 is None:
         parser.error("the baseline is FlashAttention-3: install sgl_kernel or give --fa3-library")
     cases = [tuple(map(int, c.split("x"))) for c in arguments.cases.split(",") if c] or CASES
+    if arguments.ablation:
+        wanted = ABLATION
+    else:
+        shares = CURVE if arguments.curve else SHARES
+        wanted = [(share, kernel_for(share)) for share in shares]
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     fmt = BlockFormat(arguments.head_dim, arguments.dtype)
     for batch, length in cases:
@@ -207,42 +282,41 @@ def main() -> None:
         def baseline(dense: list[torch.Tensor] = dense) -> torch.Tensor:
             return fa3(*dense, None, None, True)
 
-        base, base_rate = measure(baseline, layer)
-        base_error = sampled_error(layer, baseline().view_as(layer.q), (0.0, 0.0))
-        print(
-            f"FA3 B={batch} L={length}: {base_rate:.0f} {read_clock(baseline, base.micros)}",
-            flush=True,
-        )
-        for share in SHARES:
+        base_error = sampled_error(layer, baseline().view_as(layer.q), None)
+        for share, kernel in wanted:
             stored = store(layer, share)
 
-            def ours(layer=layer, stored=stored, share=share) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return attend(layer, stored, share)
+            def ours(layer=layer, stored=stored, kernel=kernel) -> torch.Tensor:  # type: ignore[no-untyped-def]
+                return attend(layer, stored, kernel)
 
-            timing, rate = measure(ours, layer)
-            again, again_rate = measure(baseline, layer)
+            (rate, base), turn_ms = measure_in_turn([ours, baseline], layer, arguments.burst)
+            case = {
+                "B": batch,
+                "L": length,
+                "sk": share[0],
+                "sv": share[1],
+                "bits": 16,
+                "D": fmt.head_dim,
+                "dtype": fmt.dtype,
+                "Hq": 32,
+                "Hkv": 8,
+            }
+            if kernel != kernel_for(share):
+                case["kernel"] = kernel
+            predicted = PREDICTED.get(share) if kernel == kernel_for(share) else None
             line = {
                 "bench": "prefill",
-                "case": {
-                    "B": batch,
-                    "L": length,
-                    "sk": share[0],
-                    "sv": share[1],
-                    "bits": 16,
-                    "D": fmt.head_dim,
-                    "dtype": fmt.dtype,
-                    "Hq": 32,
-                    "Hkv": 8,
-                },
+                "case": case,
                 "unit": "TFLOP/s",
-                "ours": round(rate, 1),
-                "baseline": round((base_rate + again_rate) / 2, 1),
+                "ours": round(rate.tflops, 1),
+                "baseline": round(base.tflops, 1),
                 "baseline_name": "FA3",
-                "ratio": round(rate * 2 / (base_rate + again_rate), 3),
-                "predicted": round(PREDICTED[share], 3),
-                "spread": round(timing.spread, 3),
-                "baseline_spread": round(max(base.spread, again.spread), 3),
-                "error": sampled_error(layer, ours(), share),
+                "ratio": round(rate.tflops / base.tflops, 3),
+                "predicted": predicted and round(predicted, 3),
+                "spread": round(rate.spread, 3),
+                "baseline_spread": round(base.spread, 3),
+                "burst_ms": round(turn_ms),
+                "error": sampled_error(layer, ours(), stored),
                 "baseline_error": base_error,
                 "versions": versions,
                 "date": datetime.date.today().isoformat(),
@@ -252,9 +326,10 @@ def main() -> None:
                 with (arguments.output / "prefill.jsonl").open("a") as f:
                     f.write(text + "\n")
             print(
-                f"B={batch} L={length} sk={share[0]:g} sv={share[1]:g}: {rate:.0f} TFLOP/s, "
-                f"x{line['ratio']}, error {line['error']:.2e} (FA3 {base_error:.2e}), "
-                f"{read_clock(ours, timing.micros)}",
+                f"B={batch} L={length} sk={share[0]:g} sv={share[1]:g} {kernel or 'dense'} kernel: "
+                f"{rate.tflops:.0f} TFLOP/s, FA3 {base.tflops:.0f}, x{line['ratio']}, "
+                f"error {line['error']:.2e} (FA3 {base_error:.2e}), "
+                f"{read_clock(ours, layer, rate)}",
                 flush=True,
             )
             del stored

@@ -1,13 +1,14 @@
 """Prefill attention on the device against attention computed row by row, and the fp32 oracle."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from hs_kernels import ops, reference
 from hs_kernels.block_format import BlockFormat, Side
-from hs_kernels.reference import TILE, PrefillPlan, dense_slots
+from hs_kernels.reference import TILE, PrefillPlan, dense_slots, load_pages
 from tests.support.cases import (
     ALL_SHARES,
     PAGE,
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.gpu
 
 FORMATS = [BlockFormat(d, t) for d in (64, 128) for t in ("bfloat16", "float16")]
 LSE_TOLERANCE = 2e-3
+# Root mean square error of FlashAttention-3 against fp64 on dense random bf16 data, relative to
+# that of the rows: bench_prefill.py measures 2.25e-3.
+FA3_ERROR = 2.25e-3
+LONG, CHUNK, LONG_SEGMENT = 131072, 32768, 1024
 # Whole tiles, begun pages and tiles, tails, nothing before, frontiers inside and past the chunk.
 EDGES = [
     Chunk(0, 1, (0,)),
@@ -37,8 +42,13 @@ EDGES = [
 ]
 
 
-def attend(case: PrefillCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op on the device, after the allocator's next blocks were poisoned."""
+def attend(
+    case: PrefillCase, sparse: tuple[bool, bool] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op on the device, after the allocator's next blocks were poisoned.
+
+    `sparse` names the kernel; by default it is what the refs that are read ask for.
+    """
     poison = [torch.full_like(case.q, torch.nan, device="cuda") for _ in range(4)]
     poison += [torch.full(case.q.shape[:2], torch.nan, device="cuda") for _ in range(4)]
     del poison
@@ -48,7 +58,8 @@ def attend(case: PrefillCase) -> tuple[torch.Tensor, torch.Tensor]:
     reached = torch.cat(
         [case.plan.page_table[r, : max(c.frontiers)] for r, c in enumerate(case.chunks)]
     ).long()
-    sparse = [bool((refs[side][reached] < 0).any()) for side in Side]
+    if sparse is None:
+        sparse = tuple(bool((refs[side][reached] < 0).any()) for side in Side)
     out, lse = ops.prefill_attention(
         *(x.cuda() for x in (case.q, case.k, case.v)),
         *(arena, refs.cuda(), on_device(case.plan), case.scale, case.cache.fmt),
@@ -186,6 +197,98 @@ def test_chunks_equal_one_shot(share: tuple[float, float], cuts: tuple[int, ...]
         )
     assert_close("out", torch.cat([o for o, _ in parts]), want)
     assert_close("lse", torch.cat([z for _, z in parts]), want_lse, LSE_TOLERANCE)
+
+
+@cache
+def long_case(share: tuple[float, float]) -> PrefillCase:
+    whole = [segment_chunk(0, LONG, LONG_SEGMENT)]
+    return build_prefill_case(FORMATS[2], 1, 2, whole, share)
+
+
+def sampled_error(case: PrefillCase, out: torch.Tensor, rows: torch.Tensor) -> float:
+    """Of one whole context: relative to the rows' own root mean square, against fp64."""
+    cache, (chunk,) = case.cache, case.chunks
+    pages = [
+        load_pages(
+            cache.arena.cuda(),
+            cache.refs[side][case.plan.page_table[0].long()].cuda(),
+            side,
+            cache.fmt,
+        )
+        for side in Side
+    ]
+    own = [x.cuda().transpose(0, 1) for x in (case.k, case.v)]
+    error = norm = 0.0
+    for t in rows.tolist():
+        split = min(chunk.frontiers[t // TILE] * PAGE, t + 1)
+        k, v = (
+            torch.cat([stored[:, :split], x[:, split : t + 1]], dim=1).double()
+            for stored, x in zip(pages, own, strict=True)
+        )
+        q = case.q[t].cuda().double().view(k.shape[0], -1, k.shape[2])
+        weights = (q @ k.transpose(1, 2) * case.scale).softmax(dim=-1)
+        want = (weights @ v).view(-1, k.shape[2])
+        error += float((out[t].double() - want).square().sum())
+        norm += float(want.square().sum())
+    return float((error / norm) ** 0.5)
+
+
+@pytest.mark.parametrize("share", [(0.0, 1.0), (1.0, 1.0)], ids=str)
+def test_128k_in_chunks_of_32k_equal_one_shot(share: tuple[float, float]) -> None:
+    """Chunks end where segments do, so both visit the same blocks in the same order."""
+    case = long_case(share)
+    want, want_lse = attend(case)
+    arena, refs = case.cache.arena.cuda(), case.cache.refs.cuda()
+    for a in range(0, LONG, CHUNK):
+        tiles = slice(a // TILE, (a + CHUNK) // TILE)
+        plan = replace(
+            case.plan,
+            cu_seqlens=torch.tensor([0, CHUNK], dtype=torch.int32),
+            prefix_lens=torch.tensor([a], dtype=torch.int32),
+            tail_first=torch.tensor([a // PAGE], dtype=torch.int32),
+            tile_offsets=torch.tensor([0, CHUNK // TILE], dtype=torch.int32),
+            frontiers=case.plan.frontiers[tiles],
+        )
+        out, lse = ops.prefill_attention(
+            *(x[a : a + CHUNK].cuda() for x in (case.q, case.k, case.v)),
+            *(arena, refs, on_device(plan), case.scale, case.cache.fmt),
+            sparse_k=share[Side.K] > 0,
+            sparse_v=share[Side.V] > 0,
+        )
+        assert_close("out", out, want[a : a + CHUNK], 1e-6)
+        assert_close("lse", lse, want_lse[a : a + CHUNK], 1e-6)
+
+
+@pytest.mark.parametrize("share", [(0.0, 1.0), (1.0, 1.0)], ids=str)
+def test_errors_are_within_half_more_of_those_of_dense_attention(
+    share: tuple[float, float],
+) -> None:
+    """On the pruned data at 128K, and at every length on the way there."""
+    case, sparse = long_case(share), (share[Side.K] > 0, share[Side.V] > 0)
+    out, _ = attend(case, sparse)
+    rows = torch.randint(LONG, (48,), generator=torch.Generator().manual_seed(5))
+    assert sampled_error(case, out, torch.cat([rows, torch.tensor([LONG - 1])])) < 1.5 * FA3_ERROR
+    for length in (1, 63, 65, 127, 1023, 1025, 4097, 33000, 100001, LONG - 1):
+        chunk = segment_chunk(0, length, LONG_SEGMENT)
+        part = replace(
+            case,
+            chunks=(chunk,),
+            q=case.q[:length],
+            k=case.k[:length],
+            v=case.v[:length],
+            plan=replace(
+                case.plan,
+                cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+                tile_offsets=torch.tensor([0, len(chunk.frontiers)], dtype=torch.int32),
+                frontiers=torch.tensor(chunk.frontiers, dtype=torch.int32),
+            ),
+        )
+        got, _ = attend(part, sparse)
+        # A row reads nothing after itself, and the same blocks in the same order.
+        whole_tiles = length // TILE * TILE
+        assert torch.equal(got[:whole_tiles], out[:whole_tiles]), f"length {length}"
+        last = torch.arange(max(0, length - 3), length)
+        assert sampled_error(part, got, last) < 2 * FA3_ERROR, f"length {length}"
 
 
 def test_no_tokens() -> None:
