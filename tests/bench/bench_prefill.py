@@ -222,7 +222,7 @@ def measure_in_turn(
             call()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / count
+        return float(begin.elapsed_time(end)) / count
 
     counts = []
     for call in calls:
