@@ -161,8 +161,9 @@ class References:
         return self._scored[case.suite, case.name]
 
     def path(self, case: Case) -> Path:
-        name = inputs_digest(VERSION, self._target.fingerprint, case.tokens, self.positions(case))
-        return self._folder / f"{name}.f32"
+        target = self._target
+        shape = (VERSION, target.fingerprint, target.device.kind, *target.passed)
+        return self._folder / f"{inputs_digest(*shape, case.tokens, self.positions(case))}.f32"
 
     def write_with(self, run: Callable[[Sequence[Order]], Any], cases: Sequence[Case]) -> None:
         """Runs the dense arm of the cases that have no file yet; `run` returns when all ended."""
@@ -198,7 +199,7 @@ def item_inputs(target: Target, arm: Arm, item: Item) -> str:
         shape += [item.tokens, item.prompt, item.scored]
     else:
         shape.append(asdict(item))
-    return inputs_digest(*shape)
+    return inputs_digest(*shape, *target.passed)
 
 
 def _engine(arm: Arm) -> str:

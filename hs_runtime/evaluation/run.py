@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from filelock import FileLock, Timeout
+
 from hs_runtime.config import ConfigError
 from hs_runtime.evaluation.arms import Arm
 from hs_runtime.evaluation.cases import SUITES, Case, Wishes
@@ -114,7 +116,11 @@ def run_suites(
         item for suite in suites for item in build_items(suite, texts, language, wishes, longbench)
     ]
     say(f"{len(items)} cases under {len(arms)} arms; finished ones are kept in {folder}")
-    measure(target, language, arms, items, records)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            measure(target, language, arms, items, records)
+    except Timeout:
+        raise ConfigError(f"output: another evaluation is writing to {folder}") from None
     rows = write_tables(records, Path(target.model_path).name)
     if constants is not None:
         about = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from hs_kernels import build
@@ -391,5 +392,8 @@ def test_the_evaluation_measures_what_was_asked_for(
     assert asked["target"].passed == ("--max-total-tokens", "4096")
     assert asked["target"].vocabulary == 320 and asked["folder"] == tmp_path / "out"
     assert (tmp_path / "out" / "results.md").is_file()
+    with FileLock(tmp_path / "out" / ".lock"):
+        second = invoke("eval", *fixed, *words, "--arms", "light")
+    assert second.exit_code == 2 and "another evaluation is writing" in second.stderr
     advice = invoke("eval", *fixed, *words, "--arms", "light", "--recommend")
     assert advice.exit_code == 2 and "no arm is within 0.05 (measured: none)" in advice.stderr
