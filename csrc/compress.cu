@@ -11,46 +11,28 @@
 
 #include "hs/block.cuh"
 #include "hs/launch.h"
+#include "hs/sparse_stage.cuh"
 #include "hs/two_four.cuh"
 
 namespace hs {
 namespace {
 
-enum Rule : int { kMagnitude = 0, kWeighted = 1, kGiven = 2 };
+constexpr int kTokenWeightThreads = 256;
+
+// Magnitude alone, times a weight of the channel or (V) of the token, or a given mask.
+enum Rule : int { kMagnitude = 0, kWeighted = 1, kGiven = 2, kByToken = 3 };
 
 struct StoreParams {
   const void* blocks;      // [N, H, 64, D] with element strides; D is contiguous
   std::int64_t block_stride, head_stride, token_stride;
   const std::uint8_t* keep;  // kGiven: bool [N, H, 64, D], contiguous
-  const float* weights;    // kWeighted: [H, D], of |x|
+  const float* weights;    // kWeighted: [H, D], kByToken: [N, H, 64]; of |x|
   std::uint8_t* arena;
   const int* refs;         // [N, H] times `ref_sign`: > 0 dense, < 0 sparse, 0 leaves the block out
   int ref_sign;
   void* means;             // [sparse slots, H, D]: if given, the means subtracted from V blocks
   float* losses;           // [N, H]: if given, the losses are all that is computed
   int blocks_count, heads;
-};
-
-constexpr int kStoreThreads = 128;
-
-template <int D, Side S>
-struct alignas(16) Stage {
-  using Op = Operand<D, S>;
-  static constexpr int kThreads = D / 2;  // of one block
-  static constexpr int kBlocks = kStoreThreads / kThreads;
-  static constexpr int kGroups = Op::kDepth / kGroup;  // of a row
-  // Rows are 4 words apart beyond their length, and eight rows another 4, so that neither the
-  // writes by group nor the reads by fragment meet in a bank.
-  static constexpr int kStride = kGroups + 4;
-  static constexpr int kWords = Op::kRows * kStride + Op::kRows / 8 * 4;
-  std::uint32_t pairs[kWords];
-  std::uint16_t nibbles[Op::kRows][kGroups / 4];
-  double loss[kThreads / 32];
-  float sums[S == Side::V ? 4 : 1][S == Side::V ? D : 1];  // of quarters, for the means
-
-  static __device__ int place(int row, int group) {
-    return row * kStride + row / 8 * 4 + group;
-  }
 };
 
 // `kLoss`: a pass that sums losses; else one that stores.
@@ -65,7 +47,7 @@ struct Pruner {
       const Kept kept = keep_two_largest(g, dropped);
       if constexpr (kLoss) add(to_float<T>(dropped[0])), add(to_float<T>(dropped[1]));
       return kept;
-    } else if constexpr (kRule == kWeighted) {
+    } else if constexpr (kRule == kWeighted || kRule == kByToken) {
       std::uint32_t score[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -89,10 +71,6 @@ struct Pruner {
 
   __device__ __forceinline__ void add(float x) { loss += static_cast<double>(x); }
 };
-
-__device__ __forceinline__ uint4 load_16(const void* p) {
-  return __ldg(static_cast<const uint4*>(p));
-}
 
 __device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
@@ -217,6 +195,9 @@ __device__ void prune_values(const StoreParams& p, Stage<D, Side::V>& stage, con
       const Group g = {
           __byte_perm(word_of(x[4 * j], c / 2), word_of(x[4 * j + 1], c / 2), select),
           __byte_perm(word_of(x[4 * j + 2], c / 2), word_of(x[4 * j + 3], c / 2), select)};
+      if constexpr (kRule == kByToken)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scale[i] = __ldg(weights + 16 * quarter + 4 * j + i);
       std::uint32_t given = 0;
       if constexpr (kRule == kGiven)
 #pragma unroll
@@ -230,37 +211,6 @@ __device__ void prune_values(const StoreParams& p, Stage<D, Side::V>& stage, con
     *reinterpret_cast<uint4*>(&stage.pairs[stage.place(channel, 4 * quarter)]) =
         make_uint4(pair[0], pair[1], pair[2], pair[3]);
     stage.nibbles[channel][quarter] = static_cast<std::uint16_t>(nibbles);
-  }
-}
-
-// Writes the staged block in fragment order: metadata, then nonzeros.
-template <int D, Side S>
-__device__ void write_sparse(const Stage<D, S>& stage, std::uint8_t* block, int t) {
-  using Op = Operand<D, S>;
-  const int lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
-  constexpr int kWarps = Stage<D, S>::kThreads / 32;
-  for (int v = warp; v < Op::kLaneWords; v += kWarps) {
-    std::uint32_t word[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      // The inverse of Operand::word: which strip and pair of steps word 4 v + c belongs to.
-      const int lin = 4 * v + c, rest = lin % Op::kLaneWords;
-      const int strip = lin / Op::kLaneWords + 4 * (rest / (Op::kSteps / 2));
-      const int steps = rest % (Op::kSteps / 2);
-      const int row = strip * kStrip + g;
-      word[c] = stage.nibbles[row][4 * steps + q] |
-                std::uint32_t{stage.nibbles[row + 8][4 * steps + q]} << 16;
-    }
-    *reinterpret_cast<uint4*>(block + (v * 32 + lane) * 16) =
-        make_uint4(word[0], word[1], word[2], word[3]);
-  }
-  std::uint8_t* nonzeros = block + Block16<D>::kMetadataBytes;
-#pragma unroll 4
-  for (int f = warp; f < Op::kStrips * Op::kSteps; f += kWarps) {
-    const int row = f / Op::kSteps * kStrip + g, group = f % Op::kSteps * 8 + q;
-    *reinterpret_cast<uint4*>(nonzeros + (f * 32 + lane) * 16) = make_uint4(
-        stage.pairs[stage.place(row, group)], stage.pairs[stage.place(row + 8, group)],
-        stage.pairs[stage.place(row, group + 4)], stage.pairs[stage.place(row + 8, group + 4)]);
   }
 }
 
@@ -293,7 +243,9 @@ __device__ __forceinline__ void store(const StoreParams& p, Stages<D, S>& stages
   Pruner<T, kRule, kLoss> pruner;
   const std::uint8_t* keep =
       kRule == kGiven ? p.keep + (exists ? index : 0) * (kBlockSize * D) : nullptr;
-  const float* weights = kRule == kWeighted ? p.weights + head * D : nullptr;
+  const float* weights = kRule == kWeighted  ? p.weights + head * D
+                         : kRule == kByToken ? p.weights + (exists ? index : 0) * kBlockSize
+                                             : nullptr;
   if constexpr (S == Side::K) {
     prune_keys<D>(p, stage, block, keep, weights, t, pruner);
   } else {
@@ -317,18 +269,21 @@ __device__ __forceinline__ void store(const StoreParams& p, Stages<D, S>& stages
   }
 }
 
-#ifndef HS_STORE_CTAS
-#define HS_STORE_CTAS 5
-#endif
+// CTAs of an SM: 96 registers where they nearly do, enough that nothing spills elsewhere.
+constexpr int store_ctas(Rule rule, bool centered) {
+  return rule == kMagnitude && !centered ? 5 : 3;
+}
+
 template <int D, Side S, typename T, Rule kRule, bool kLoss, bool kCentered>
-__global__ void __launch_bounds__(kStoreThreads, HS_STORE_CTAS) store_kernel(const StoreParams p) {
+__global__ void __launch_bounds__(kStoreThreads, store_ctas(kRule, kCentered))
+    store_kernel(const StoreParams p) {
   __shared__ Stages<D, S> stages;
   store<D, S, T, kRule, kLoss, kCentered>(p, stages);
 }
 
 // K and V of the same pages in one launch: the second half of the grid takes V.
 template <int D, typename T>
-__global__ void __launch_bounds__(kStoreThreads, HS_STORE_CTAS)
+__global__ void __launch_bounds__(kStoreThreads, store_ctas(kMagnitude, false))
     store_pair_kernel(const StoreParams k, const StoreParams v) {
   __shared__ union {
     Stages<D, Side::K> k;
@@ -375,6 +330,7 @@ cudaError_t launch_rule(int rule, bool centered, const StoreParams& p, cudaStrea
     if constexpr (S == Side::V && !kSmoke) {
       if (rule == kMagnitude) return launch_store<D, S, T, kMagnitude, true>(p, stream);
       if (rule == kWeighted) return launch_store<D, S, T, kWeighted, true>(p, stream);
+      if (rule == kByToken) return launch_store<D, S, T, kByToken, true>(p, stream);
     }
     return cudaErrorInvalidValue;
   }
@@ -382,6 +338,8 @@ cudaError_t launch_rule(int rule, bool centered, const StoreParams& p, cudaStrea
   if constexpr (!kSmoke) {
     if (rule == kWeighted) return launch_store<D, S, T, kWeighted, false>(p, stream);
     if (rule == kGiven) return launch_store<D, S, T, kGiven, false>(p, stream);
+    if constexpr (S == Side::V)
+      if (rule == kByToken) return launch_store<D, S, T, kByToken, false>(p, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -412,6 +370,53 @@ cudaError_t launch_pair_dtype(int dtype, const StoreParams& k, const StoreParams
   return cudaErrorInvalidValue;
 }
 
+struct TokenWeightParams {
+  const void* keys;  // [N, H, 64, D] with element strides; D is contiguous
+  std::int64_t block_stride, head_stride, token_stride;
+  const float* query;  // [H, D]
+  float* weights;      // [N, H, 64]
+  int heads;
+};
+
+// weight = exp(query key). D / 8 lanes for each row, of which the grid has a whole number.
+template <int D, typename T>
+__global__ void token_weights_kernel(const TokenWeightParams p) {
+  constexpr int kLanes = D / 8;
+  const std::int64_t row =
+      (static_cast<std::int64_t>(blockIdx.x) * kTokenWeightThreads + threadIdx.x) / kLanes;
+  const int lane = threadIdx.x % kLanes, token = static_cast<int>(row % kBlockSize);
+  const std::int64_t index = row / kBlockSize;
+  const int head = static_cast<int>(index % p.heads);
+  const uint4 key =
+      load_16(static_cast<const T*>(p.keys) + index / p.heads * p.block_stride +
+              head * p.head_stride + token * p.token_stride + 8 * lane);
+  const float* query = p.query + head * D + 8 * lane;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    sum += to_float<T>(word_of(key, i / 2) >> (16 * (i % 2)) & 0xffffu) * __ldg(query + i);
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane == 0) p.weights[row] = expf(sum);
+}
+
+template <int D, typename T>
+cudaError_t launch_token_weights(const TokenWeightParams& p, int blocks_count,
+                                 cudaStream_t stream) {
+  constexpr int kCtasOfBlock = kBlockSize * D / 8 / kTokenWeightThreads;
+  const unsigned grid = static_cast<unsigned>(blocks_count) * p.heads * kCtasOfBlock;
+  token_weights_kernel<D, T><<<grid, kTokenWeightThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <int D>
+cudaError_t token_weights_dtype(int dtype, const TokenWeightParams& p, int blocks_count,
+                                cudaStream_t stream) {
+  if (dtype == kBFloat16) return launch_token_weights<D, __nv_bfloat16>(p, blocks_count, stream);
+  if (dtype == kFloat16) return launch_token_weights<D, __half>(p, blocks_count, stream);
+  return cudaErrorInvalidValue;
+}
+
 // rank[i] = number of blocks with a lower loss, or the same loss and a lower index.
 __global__ void rank_kernel(const float* losses, int* ranks, int candidates) {
   extern __shared__ std::uint32_t keys[];
@@ -430,7 +435,7 @@ __global__ void rank_kernel(const float* losses, int* ranks, int candidates) {
 }  // namespace
 }  // namespace hs
 
-// Strides in elements. One of the rules: 0 magnitude, 1 weighted, 2 given mask. With
+// Strides in elements. One of the rules: 0 magnitude, 1 weighted, 2 given mask, 3 by token. With
 // `losses` nothing is stored. `centered`: V blocks lose their channel means first; `means` keeps
 // those of sparse blocks.
 HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const void* blocks,
@@ -508,4 +513,24 @@ HS_EXPORT int hs_rank_blocks(const float* losses, int* ranks, int rows, int cand
   rank_kernel<<<rows, threads, candidates * 4, static_cast<cudaStream_t>(stream)>>>(losses, ranks,
                                                                                    candidates);
   return cudaGetLastError();
+}
+
+// keys [N, H, 64, D], strides in elements; query f32 [H, D] -> weights f32 [N, H, 64].
+HS_EXPORT int hs_token_weights(int dtype, int head_dim, const void* keys, long long block_stride,
+                               long long head_stride, long long token_stride, const float* query,
+                               float* weights, int blocks_count, int heads, void* stream) {
+  using namespace hs;
+  if (blocks_count == 0) return cudaSuccess;
+  const TokenWeightParams p = {keys,  block_stride, head_stride, token_stride,
+                               query, weights,      heads};
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  switch (head_dim) {
+    case 64:
+      return token_weights_dtype<64>(dtype, p, blocks_count, s);
+    case 128:
+      return token_weights_dtype<128>(dtype, p, blocks_count, s);
+    case 256:
+      return token_weights_dtype<256>(dtype, p, blocks_count, s);
+  }
+  return cudaErrorInvalidValue;
 }

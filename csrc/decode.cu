@@ -10,11 +10,18 @@
 // A unit is as large as a sparse block; a dense block takes two of them, 32 tokens each. The units
 // are filled in the order of use by bulk copies (sm_90: sparse blocks as they lie, dense halves
 // through a tensor map that swizzles) or by cp.async (sm_80/86/89), and each is refilled as soon as
-// the warp has read it. Warps meet once, at the end of a (request, kv head).
+// the warp has read it. Warps never wait for each other: at the end of a (request, kv head) each
+// leaves its state in shared memory and goes on, and the last one to do so merges them.
 //
 // Work is cut into equal shares of bytes by `plan`, once per step, on the device: nothing
 // host-side depends on lengths, so launches may be captured. A share may begin and end inside a
-// (request, kv head); the last CTA that finishes a shared one joins the fp32 partials.
+// (request, kv head); the CTA with its last blocks joins the fp32 partials. Under the traffic of
+// the copies a fence or an atomic takes microseconds, so there are none: a partial is there when
+// its words differ from `kAbsent`, and who has read it makes it absent again. A CTA thus waits
+// for CTAs of lower index only, which were launched before it.
+//
+// With block means (design: V is stored without the mean of each channel over the block) the mean
+// comes with the block, and sum(P) x mean is one more step of the product.
 
 #include <cudaTypedefs.h>
 
@@ -31,7 +38,8 @@ constexpr int kHalf = kBlockSize / 2;  // tokens of a unit that holds half a den
 constexpr int kMinShare = 4;           // blocks of a CTA, while there is work for several
 constexpr int kDenseCost = 16;         // relative bytes of a dense and a sparse block
 constexpr int kSparseCost = 9;
-constexpr int kBookkeepingBytes = 4096;
+constexpr int kFirstPages = 256;       // of a share, looked up by the plan
+constexpr std::uint32_t kAbsent = 0xffffffffu;  // a NaN that no instruction gives
 
 // Boundary c of the plan: where CTA c begins and CTA c - 1 ends.
 struct __align__(16) Boundary {
@@ -41,7 +49,7 @@ struct __align__(16) Boundary {
   int position;   // blocks before it, over all pairs
   int length;     // of the row, in tokens
   int first_cta;  // the CTAs that share the pair, if block > 0
-  int last_cta;
+  int last_cta;   // joins
   int target;     // of `block`: relative bytes of the pair before it
 };
 static_assert(sizeof(Boundary) == 32);
@@ -49,6 +57,34 @@ static_assert(sizeof(Boundary) == 32);
 __host__ __device__ constexpr int blocks_of(int length) {
   return (length + kBlockSize - 1) / kBlockSize;
 }
+
+// A block of the batch, in the order of work: requests, their pairs, blocks.
+struct Cursor {
+  int row, of_row, block;
+  int blocks;  // of the row
+
+  // `by` blocks on, over row ends and empty rows.
+  __device__ void advance(int by, const int* seq_lens, int rows, int pairs_per_row) {
+    block += by;
+    if (block < blocks) return;
+    while (row < rows) {
+      const int left = (pairs_per_row - of_row) * blocks;
+      if (block < left) {
+        of_row += block / blocks;
+        block %= blocks;
+        return;
+      }
+      block -= left;
+      of_row = 0;
+      blocks = ++row < rows ? blocks_of(__ldg(seq_lens + row)) : 0;
+    }
+  }
+
+  __device__ int page(const int* page_table, int table_stride, int rows) const {
+    if (row >= rows) return 0;
+    return __ldg(page_table + static_cast<std::int64_t>(row) * table_stride + block);
+  }
+};
 
 // --- the plan ------------------------------------------------------------------------------------
 
@@ -58,6 +94,7 @@ struct PlanParams {
   const int* seq_lens;    // [R]
   int* costs;             // [R]
   Boundary* boundaries;   // [ctas + 1]
+  int* first_pages;       // [ctas, kFirstPages]: of the first blocks of each share and what follows
   int rows, pages, heads, pairs_per_row, table_stride, ctas;
 };
 
@@ -116,7 +153,11 @@ __global__ void plan_boundaries(PlanParams p) {
   __syncthreads();
 
   const std::int64_t total = carried_cost;
-  const int shares = min(p.ctas, max(1, carried_blocks / kMinShare));
+  int shares = min(p.ctas, max(1, carried_blocks / kMinShare));
+  // Few pairs: shares that end where (equal) pairs end save merges, which count there. A few idle
+  // CTAs cost no bandwidth.
+  const int pairs = p.rows * p.pairs_per_row;
+  if (8 * pairs <= shares) shares = shares / pairs * pairs;
   for (int c = t; c <= p.ctas; c += kPlanThreads) {
     Boundary b = {p.rows, 0, 0, carried_blocks, 0, 0, 0, 0};
     if (c < shares && total > 0) {
@@ -152,19 +193,19 @@ __global__ void plan_boundaries(PlanParams p) {
   }
 }
 
-// One CTA for each boundary inside a pair: the block up to which the pair's bytes reach `target`.
-// Dense blocks lie together (sinks, windows), so the average of the row would not do.
+// One CTA for each share. A boundary inside a pair moves to the block up to which the pair's bytes
+// reach `target`. Dense blocks lie together (sinks, windows), so the average of the row would not
+// do. Then the share's first pages are looked up, which saves every layer a load before the copies.
 __global__ void plan_blocks(PlanParams p) {
-  Boundary& b = p.boundaries[blockIdx.x];
+  Boundary b = p.boundaries[blockIdx.x];
   const int target = b.target;
-  if (target == 0) return;
   __shared__ int warp_cost[kPlanThreads / 32];
   __shared__ int found;
   if (threadIdx.x == 0) found = 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int blocks = blocks_of(b.length);
   int before = 0;
-  for (int base = 0; base < blocks && before <= target; base += kPlanThreads) {
+  for (int base = 0; target > 0 && base < blocks && before <= target; base += kPlanThreads) {
     const int i = base + threadIdx.x;
     int own = 0;
     if (i < blocks) {
@@ -189,10 +230,18 @@ __global__ void plan_blocks(PlanParams p) {
     before = total;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const int block = max(1, found);  // `found` is below `blocks`, which is 2 or more
-    b.block = block;
-    b.position += block;
+  if (target > 0) {
+    b.block = max(1, found);  // `found` is below `blocks`, which is 2 or more
+    if (threadIdx.x == 0) {
+      p.boundaries[blockIdx.x].block = b.block;
+      p.boundaries[blockIdx.x].position = b.position + b.block;
+    }
+  }
+  if (threadIdx.x < kFirstPages) {
+    Cursor cursor = {b.row, b.of_row, b.block, blocks};
+    cursor.advance(threadIdx.x, p.seq_lens, p.rows, p.pairs_per_row);
+    p.first_pages[blockIdx.x * kFirstPages + threadIdx.x] =
+        cursor.page(p.page_table, p.table_stride, p.rows);
   }
 }
 
@@ -205,9 +254,10 @@ struct DecodeParams {
   const int* page_table;         // [R, table_stride]
   const int* seq_lens;           // [R]
   const Boundary* boundaries;    // [gridDim.x + 1]
-  float* partials;               // [2 * gridDim.x, N, D], not normalised
-  float2* states;                // [2 * gridDim.x, N]: maximum (log 2) and sum
-  int* arrivals;                 // [gridDim.x], zero between launches
+  const int* first_pages;        // [gridDim.x, kFirstPages]
+  const void* means;             // [sparse slots, Hkv, D], of V blocks, or null
+  float* partials;               // [2 * gridDim.x, N, D], not normalised; kAbsent between launches
+  float2* states;                // [2 * gridDim.x, N]: maximum (log 2) and sum; kAbsent likewise
   void* out;                     // [R, Hq, D]
   float* lse;                    // [R, Hq]
   int rows, pages, heads, group, column_groups, table_stride;
@@ -217,23 +267,36 @@ struct DecodeParams {
 // Warps of a CTA and units of a warp. About 150 KiB in flight for each SM: more only lengthens the
 // queue in front of memory, and with it every ordinary load (NOTES.md). A dense block needs two
 // units. The Ampere path stays below the 99 KiB of sm_86 and sm_89.
-template <int D, bool kBulk>
+template <int D, int N, bool kBulk>
 struct Ring {
   static constexpr int kUnitBytes = (Block16<D>::kSparseBytes + 1023) / 1024 * 1024;
 #if defined(HS_DECODE_WARPS)
   static constexpr int kWarps = HS_DECODE_WARPS;
   static constexpr int kUnits = HS_DECODE_UNITS;
 #else
-  static constexpr int kWarps = !kBulk ? (D == 256 ? 2 : 4) : D == 256 ? 4 : 8;
+  static constexpr int kWarps =
+      kBulk ? (D == 256 ? 4 : D == 128 && N > 16 ? 6 : 8) : (D == 256 ? 2 : 3);
   static constexpr int kUnits = D == 64 ? 4 : 2;
 #endif
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kBytes = kWarps * kUnits * kUnitBytes + kBookkeepingBytes;
+  static constexpr int kMeanBytes = D * 2;
+  static constexpr int kColumnStride = D + 4;  // floats; +4 keeps the columns of a quad apart
+  static constexpr int kMergeBytes = N * kColumnStride * 4;
+
+  struct Bookkeeping {
+    std::uint64_t barriers[kWarps][kUnits];
+    float maximum[kWarps][N];
+    float sum[kWarps][N];
+    int arrived;  // warps whose states of one pair lie in the merge buffers
+    int merged;   // pairs of several warps that have been merged
+  };
+  static constexpr int kBytes =
+      kWarps * (kUnits * (kUnitBytes + kMeanBytes) + kMergeBytes) + int{sizeof(Bookkeeping)};
 };
 
 template <int D, int N, typename T, bool kBulk>
 struct DecodeKernel {
-  using R = Ring<D, kBulk>;
+  using R = Ring<D, N, kBulk>;
   using KOperand = Operand<D, Side::K>;
   using VOperand = Operand<D, Side::V>;
   using Format = Block16<D>;
@@ -242,26 +305,12 @@ struct DecodeKernel {
   static constexpr int kKSteps = D / 32;         // sparse k-steps of K; V has two
   static constexpr int kVStrips = D / 16;        // strips of V^T; K has four
   static constexpr int kWords = D / 64;          // 16-byte metadata vectors of a lane
-  static constexpr int kColumnStride = D + 4;    // floats; +4 keeps the columns of a quad apart
-  // Columns whose merge buffer fits into one unit.
-  static constexpr int kMergeColumns =
-      N * kColumnStride * 4 <= R::kUnitBytes ? N : R::kUnitBytes / (kColumnStride * 4) / 8 * 8;
-  static constexpr int kMergePasses = (N + kMergeColumns - 1) / kMergeColumns;
-
-  struct Bookkeeping {
-    std::uint64_t barriers[kWarps][kUnits];
-    float maximum[kWarps][N];
-    float sum[kWarps][N];
-    int buffer[kWarps];  // unit that holds the warp's O^T, or -1
-    int is_last;
-  };
-  static_assert(sizeof(Bookkeeping) <= kBookkeepingBytes);
-
   const DecodeParams& p;
   const void* dense_map;
   const int lane, warp;
-  const std::uint32_t units;  // shared-memory address of this warp's ring
-  Bookkeeping& book;
+  // Shared-memory addresses: this warp's ring, the means of its units, its merge buffer.
+  const std::uint32_t units, unit_means, merge_buffer;
+  typename R::Bookkeeping& book;
   std::uint64_t policy;
 
   // The CTA's share: from one boundary to the next.
@@ -277,7 +326,7 @@ struct DecodeKernel {
   int looked = 1;  // batches of 32 items whose refs are here or on the way
   int ref_k, ref_v, head_now, next_ref_k, next_ref_v, head_next;
   int next_page, head_last;                                      // of batch `looked`
-  int cursor_row, cursor_of_row, cursor_block, cursor_blocks;  // of the page loaded last
+  Cursor cursor;                                                 // of the page loaded last
 
   // Using.
   int unit = 0;
@@ -289,7 +338,12 @@ struct DecodeKernel {
         lane(threadIdx.x % 32),
         warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),
         units(smem_address(shared) + warp * kUnits * R::kUnitBytes),
-        book(*reinterpret_cast<Bookkeeping*>(shared + kWarps * kUnits * R::kUnitBytes)) {}
+        unit_means(smem_address(shared) + kWarps * kUnits * R::kUnitBytes +
+                   warp * kUnits * R::kMeanBytes),
+        merge_buffer(smem_address(shared) + kWarps * kUnits * (R::kUnitBytes + R::kMeanBytes) +
+                     warp * R::kMergeBytes),
+        book(*reinterpret_cast<typename R::Bookkeeping*>(
+            shared + R::kBytes - int{sizeof(typename R::Bookkeeping)})) {}
 
   __device__ int pairs_per_row() const { return p.heads * p.column_groups; }
   __device__ int head_of(int of_row) const {
@@ -305,57 +359,40 @@ struct DecodeKernel {
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, 0};
   }
 
-  // Moves the cursor `by` blocks on, over row ends and empty rows.
-  __device__ void advance(int by) {
-    cursor_block += by;
-    if (cursor_block < cursor_blocks) return;
-    while (cursor_row < p.rows) {
-      const int left = (pairs_per_row() - cursor_of_row) * cursor_blocks;
-      if (cursor_block < left) {
-        cursor_of_row += cursor_block / cursor_blocks;
-        cursor_block %= cursor_blocks;
-        return;
-      }
-      cursor_block -= left;
-      cursor_of_row = 0;
-      cursor_blocks = ++cursor_row < p.rows ? blocks_of(__ldg(p.seq_lens + cursor_row)) : 0;
-    }
-  }
-
-  __device__ int page_at_cursor() const {
-    if (cursor_row >= p.rows) return 0;
-    return __ldg(p.page_table + static_cast<std::int64_t>(cursor_row) * p.table_stride +
-                  cursor_block);
-  }
   __device__ void load_refs(int page, int head, int& k, int& v) const {
     k = __ldg(p.refs + static_cast<std::int64_t>(page) * p.heads + head);
     v = __ldg(p.refs + (static_cast<std::int64_t>(page) + p.pages) * p.heads + head);
   }
 
+  __device__ void advance(int by) { cursor.advance(by, p.seq_lens, p.rows, pairs_per_row()); }
+
   // Lane l of batch b looks up item 32 b + l.
-  __device__ void begin_lookups() {
-    cursor_row = begin.row, cursor_of_row = begin.of_row;
-    cursor_block = begin.block, cursor_blocks = blocks_of(begin.length);
+  __device__ void begin_lookups(int page) {
+    cursor = {begin.row, begin.of_row, begin.block, blocks_of(begin.length)};
     advance(warp + kWarps * lane);
-    head_now = head_of(cursor_of_row);
-    load_refs(page_at_cursor(), head_now, ref_k, ref_v);
+    head_now = head_of(cursor.of_row);
+    load_refs(page, head_now, ref_k, ref_v);
     head_last = head_now;
     next_page = 0;
+  }
+
+  __device__ void look_up_page() {
+    advance(kWarps * 32);
+    head_last = head_of(cursor.of_row);
+    next_page = cursor.page(p.page_table, p.table_stride, p.rows);
   }
 
   // Called when the last batch of refs is begun: the one after it is loaded, from pages that were
   // looked up a batch earlier.
   __device__ void look_ahead() {
     if (looked == 1) {
-      advance(kWarps * 32);
-      head_last = head_of(cursor_of_row), next_page = page_at_cursor();
+      look_up_page();
     } else {
       ref_k = next_ref_k, ref_v = next_ref_v, head_now = head_next;
     }
     head_next = head_last;
     load_refs(next_page, head_next, next_ref_k, next_ref_v);
-    advance(kWarps * 32);
-    head_last = head_of(cursor_of_row), next_page = page_at_cursor();
+    look_up_page();
     ++looked;
   }
 
@@ -378,6 +415,7 @@ struct DecodeKernel {
       if (part == 0) dense_k = (dense_k & ~(1u << from)) | (std::uint32_t{dense} << from);
       if (part == 2) dense_v = (dense_v & ~(1u << from)) | (std::uint32_t{dense} << from);
       const std::int64_t block = static_cast<std::int64_t>(slot_of(ref)) * p.heads + head;
+      const bool mean = side == 1 && !dense && p.means != nullptr;
       if constexpr (kBulk) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
         if (lane == 0) {
@@ -387,9 +425,12 @@ struct DecodeKernel {
             const int row = static_cast<int>(block * kBlockSize) + part % 2 * kHalf;
             copy_tensor_3d(to, dense_map, 0, row, 0, barrier, policy);
           } else {
-            barrier_expect(barrier, Format::kSparseBytes);
+            barrier_expect(barrier, Format::kSparseBytes + (mean ? R::kMeanBytes : 0));
             copy_bulk(to, p.arena + block * Format::kSparseBytes, Format::kSparseBytes, barrier,
                       policy);
+            if (mean)
+              copy_bulk(unit_means + fill_unit * R::kMeanBytes,
+                        static_cast<const T*>(p.means) + block * D, R::kMeanBytes, barrier, policy);
           }
         }
 #endif
@@ -407,6 +448,9 @@ struct DecodeKernel {
 #pragma unroll
         for (int i = 0; i < Format::kSparseBytes / 512; ++i)
           copy_async_16(to + (i * 32 + lane) * 16, source + (i * 32 + lane) * 16);
+        if (mean && lane < D / 8)
+          copy_async_16(unit_means + fill_unit * R::kMeanBytes + lane * 16,
+                        static_cast<const T*>(p.means) + block * D + lane * 8);
       }
       // Next: the second half of a dense block, else V after K, else the next item.
       if (dense && part % 2 == 0) {
@@ -628,6 +672,7 @@ struct DecodeKernel {
       }
       pending = 2;
     } else {
+      const std::uint32_t mean = unit_means + unit * R::kMeanBytes;
       const std::uint32_t base = take_unit<0>();
       std::uint32_t words[4 * kWords];
       load_words(words, base);
@@ -646,9 +691,41 @@ struct DecodeKernel {
           Mma<T>::template sparse<1>(o[i][j], b, x[4], x[5], x[6], x[7], word);
         }
       }
+      if (p.means != nullptr) add_mean(mean, probability);
       pending = 1;
     }
     __syncwarp();
+  }
+
+  // O^T += mean x sum(P), as a product: every column of A is the mean, and the eight rows of B sum
+  // to the sum of P, its rounded part in the first k-half and what rounding left in the second.
+  __device__ void add_mean(std::uint32_t mean, const std::uint32_t (&probability)[kTiles][8]) {
+    const std::uint32_t one = pack_pair<T>(1.f, 1.f);
+    const std::uint32_t ones[4] = {one, one, one, one};
+    std::uint32_t b[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      float total[4] = {0.f, 0.f, 0.f, 0.f};  // the same in every row: of columns 2 q and 2 q + 1
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        Mma<T>::dense(total, ones, probability[j][2 * k], probability[j][2 * k + 1]);
+      const float x = total[0] * 0.125f, y = total[1] * 0.125f;
+      const std::uint32_t rounded = pack_pair<T>(x, y);
+      b[j][0] = move_matrix_transposed(rounded);
+      b[j][1] = move_matrix_transposed(
+          pack_pair<T>(x - unpack_low<T>(rounded), y - unpack_high<T>(rounded)));
+    }
+#pragma unroll
+    for (int i = 0; i < kVStrips; i += 2) {
+      std::uint32_t m[4];  // channels 8 c + g of the strip pair, for c = 0 .. 3, twice in a word
+      load_matrix_transposed(m, mean + i * 32 + lane / 8 * 16);
+      const std::uint32_t low[4] = {m[0], m[1], m[0], m[1]}, high[4] = {m[2], m[3], m[2], m[3]};
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        Mma<T>::dense(o[i][j], low, b[j][0], b[j][1]);
+        Mma<T>::dense(o[i + 1][j], high, b[j][0], b[j][1]);
+      }
+    }
   }
 
   __device__ void load_words(std::uint32_t (&words)[4 * kWords], std::uint32_t base) const {
@@ -670,107 +747,100 @@ struct DecodeKernel {
     __syncwarp();
   }
 
-  // Joins the warps' states of one pair, of which this CTA did blocks [first, last).
-  __device__ void finish_pair(int row, int of_row, int first, int last, int blocks,
-                              bool took_part) {
-    const int columns = min(N, p.group - first_column(of_row));
-    const std::int64_t query = first_query(row, of_row);
-    const bool whole = first == 0 && last == blocks;
-    const int slot = 2 * blockIdx.x + (first == 0);
-#pragma unroll
-    for (int pass = 0; pass < kMergePasses; ++pass) {
-      const int first_column = pass * kMergeColumns;
-      if (pass > 0) __syncthreads();
-      if (took_part) {
-        const int borrowed = unit == 0 ? kUnits - 1 : unit - 1;  // the unit left last
-        const std::uint32_t buffer = units + borrowed * R::kUnitBytes;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          if (8 * j < first_column || 8 * j >= first_column + kMergeColumns) continue;
-          const int column = 8 * j - first_column + 2 * (lane % 4);
-#pragma unroll
-          for (int i = 0; i < kVStrips; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-              const int channel = 16 * i + lane / 4 + 8 * (c / 2);
-              store_shared_f32(buffer + ((column + c % 2) * kColumnStride + channel) * 4,
-                               o[i][j][c]);
-            }
-        }
-        if (pass == 0) {
-#pragma unroll
-          for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              float x = sum[j][c];
-              x += __shfl_xor_sync(~0u, x, 4);
-              x += __shfl_xor_sync(~0u, x, 8);
-              x += __shfl_xor_sync(~0u, x, 16);
-              if (lane < 4) {
-                book.maximum[warp][8 * j + 2 * lane + c] = maximum[j][c];
-                book.sum[warp][8 * j + 2 * lane + c] = x;
-              }
-            }
-          if (lane == 0) book.buffer[warp] = warp * kUnits + borrowed;
-        }
-      } else if (lane == 0) {
-        book.buffer[warp] = -1;
-      }
-      __syncthreads();
-
-      const int pass_columns = min(kMergeColumns, columns - first_column);
-      const std::uint32_t ring = units - warp * kUnits * R::kUnitBytes;
-#pragma unroll 1
-      for (int i = threadIdx.x; i < pass_columns * (D / 4); i += R::kThreads) {
-        const int of_pass = i / (D / 4), channel = i % (D / 4) * 4;
-        const int column = first_column + of_pass;
-        float top = -INFINITY;
-#pragma unroll 1
-        for (int w = 0; w < kWarps; ++w)
-          if (book.buffer[w] >= 0) top = fmaxf(top, book.maximum[w][column]);
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        float weight_sum = 0.f;
-#pragma unroll 1
-        for (int w = 0; w < kWarps; ++w) {
-          if (book.buffer[w] < 0) continue;
-          const float f = exp2_approx(book.maximum[w][column] - top);
-          const float4 x = load_shared_f32x4(ring + book.buffer[w] * R::kUnitBytes +
-                                             (of_pass * kColumnStride + channel) * 4);
-          total.x += f * x.x, total.y += f * x.y, total.z += f * x.z, total.w += f * x.w;
-          weight_sum += f * book.sum[w][column];
-        }
-        if (whole) {
-          write_result(query + column, channel, total, top, weight_sum);
-        } else {
-          const std::int64_t at = static_cast<std::int64_t>(slot) * N + column;
-          __stcg(reinterpret_cast<float4*>(p.partials + at * D + channel), total);
-          if (channel == 0) __stcg(p.states + at, make_float2(top, weight_sum));
-        }
-      }
+  // The end of a pair of which this CTA has blocks [first, last), the block at `first` being number
+  // `done` of the share, for a warp that took part. `merges` counts the pairs of several warps
+  // before this one.
+  __device__ void finish_pair(int row, int of_row, int first, int last, int blocks, int done,
+                              int& merges) {
+    const int count = last - first;
+    while (volatile_load(book.merged) < merges) {  // the buffers may be in use
     }
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if constexpr (kBulk) fence_async_proxy();  // the borrowed units are filled by copies again
-#endif
-    __syncthreads();
-    if (!whole)
-      join_shares(query, columns, first == 0 ? end.first_cta : begin.first_cta,
-                  first == 0 ? end.last_cta : begin.last_cta);
+    __syncwarp();
+    const std::uint32_t stride = R::kColumnStride * 4;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = 8 * j + 2 * (lane % 4) + c;
+#pragma unroll
+        for (int i = 0; i < kVStrips; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            store_shared_f32(merge_buffer + column * stride + (16 * i + lane / 4 + 8 * h) * 4,
+                             o[i][j][c + 2 * h]);
+        float x = sum[j][c];
+        x += __shfl_xor_sync(~0u, x, 4);
+        x += __shfl_xor_sync(~0u, x, 8);
+        x += __shfl_xor_sync(~0u, x, 16);
+        if (lane < 4) {
+          book.maximum[warp][column] = maximum[j][c];
+          book.sum[warp][column] = x;
+        }
+      }
+    __syncwarp();
+    unsigned took_part = 1u << warp;
+    if (count > 1) {
+      int before = 0;
+      if (lane == 0) {
+        __threadfence_block();
+        before = atomicAdd(&book.arrived, 1);
+        __threadfence_block();
+      }
+      ++merges;
+      if (__shfl_sync(~0u, before, 0) != min(count, kWarps) - 1) return;
+      __syncwarp();
+      took_part = (1u << min(count, kWarps)) - 1;  // from warp done % kWarps on, cyclically
+      const int turn = done % kWarps;
+      took_part = (took_part << turn | took_part >> (kWarps - turn)) & ((1u << kWarps) - 1);
+    }
+    merge_warps(row, of_row, first == 0 && last == blocks, 2 * blockIdx.x + (first == 0),
+                took_part);
+    __syncwarp();
+    if (count > 1 && lane == 0) {
+      book.arrived = 0;
+      __threadfence_block();
+      volatile_store(book.merged, merges);
+    }
   }
 
-  // The last of CTAs [first, last] that share a pair sums their partials: half-warps take every
-  // other share, which keeps enough loads in flight for the 17 or so shares of one long request.
-  __device__ void join_shares(std::int64_t query, int columns, int first, int last) {
-    if (threadIdx.x == 0) {
-      __threadfence();  // for the whole CTA, whose stores the barrier before this has ordered
-      const int before = atomicAdd(p.arrivals + first, 1);
-      book.is_last = before == last - first;
-      if (book.is_last) {
-        p.arrivals[first] = 0;
-        __threadfence();
+  // One warp sums the states of all that took part, in their order.
+  __device__ __forceinline__ void merge_warps(int row, int of_row, bool whole, int slot,
+                                           unsigned took_part) const {
+    const int columns = min(N, p.group - first_column(of_row));
+    const std::int64_t query = first_query(row, of_row);
+    const std::uint32_t buffers = merge_buffer - warp * R::kMergeBytes;
+#pragma unroll 2
+    for (int i = lane; i < columns * (D / 4); i += 32) {
+      const int column = i / (D / 4), channel = i % (D / 4) * 4;
+      float weight[kWarps], top = -INFINITY, weight_sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        weight[w] = took_part >> w & 1 ? book.maximum[w][column] : -INFINITY;
+        top = fmaxf(top, weight[w]);
+      }
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        if (!(took_part >> w & 1)) continue;  // its buffer may hold anything
+        const float f = exp2_approx(weight[w] - top);
+        const float4 x = load_shared_f32x4(buffers + w * R::kMergeBytes +
+                                           (column * R::kColumnStride + channel) * 4);
+        total.x += f * x.x, total.y += f * x.y, total.z += f * x.z, total.w += f * x.w;
+        weight_sum += f * book.sum[w][column];
+      }
+      if (whole) {
+        write_result(query + column, channel, total, top, weight_sum);
+      } else {
+        const std::int64_t at = static_cast<std::int64_t>(slot) * N + column;
+        publish(p.partials + at * D + channel, total);
+        if (channel == 0) publish(p.states + at, make_float2(top, weight_sum));
       }
     }
-    __syncthreads();
-    if (!book.is_last) return;
+  }
+
+  // Sums the partials of CTAs [first, last] that share a pair: half-warps take every other share,
+  // which keeps enough loads in flight for the 17 or so shares of one long request.
+  __device__ void join_shares(std::int64_t query, int columns, int first, int last) {
     constexpr int kBatch = 10;
     const int half = lane / 16;
     // The bound is a multiple of 16, so a warp stays together.
@@ -783,13 +853,24 @@ struct DecodeKernel {
       for (int base = first + half; base <= last; base += 2 * kBatch) {
         float2 state[kBatch];
         float4 x[kBatch];
+        bool complete;
+        do {
+          complete = true;
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int cta = min(base + 2 * b, last);
-          const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N + column;
-          state[b] = __ldcg(p.states + at);
-          x[b] = __ldcg(reinterpret_cast<const float4*>(p.partials + at * D + channel));
-        }
+          for (int b = 0; b < kBatch; ++b) {
+            // Past the end the first one again, which this thread alone makes absent.
+            const int cta = base + 2 * b <= last ? base + 2 * b : base;
+            const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N +
+                                    column;
+            state[b] = load_published(p.states + at);
+            x[b] = load_published(p.partials + at * D + channel);
+          }
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b)
+            complete = complete && is_present(state[b].x) && is_present(state[b].y) &&
+                       is_present(x[b].x) && is_present(x[b].y) && is_present(x[b].z) &&
+                       is_present(x[b].w);
+        } while (!complete);
         float higher = top;
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) higher = fmaxf(higher, state[b].x);
@@ -803,6 +884,12 @@ struct DecodeKernel {
           weight_sum += f * state[b].y;
         }
         top = higher;
+        for (int cta = base; cta <= min(last, base + 2 * kBatch - 2); cta += 2) {
+          const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N + column;
+          const float absent = __uint_as_float(kAbsent);
+          store_relaxed(p.partials + at * D + channel,
+                        make_float4(absent, absent, absent, absent));
+        }
       }
       // A shared pair has two shares at least, so both halves have a finite maximum.
       const float higher = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
@@ -815,6 +902,32 @@ struct DecodeKernel {
       }
       if (half == 0) write_result(query + column, channel, total, higher, weight_sum);
     }
+    __syncthreads();  // every thread has read the states
+    for (int i = threadIdx.x; i < columns * (last - first + 1); i += R::kThreads) {
+      const int cta = first + i / columns;
+      const float absent = __uint_as_float(kAbsent);
+      store_relaxed(p.states + static_cast<std::int64_t>(2 * cta + (cta == first)) * N + i % columns,
+                    make_float2(absent, absent));
+    }
+  }
+
+  static __device__ __forceinline__ bool is_present(float x) {
+    return __float_as_uint(x) != kAbsent;
+  }
+  static __device__ __forceinline__ float present(float x) {
+    return is_present(x) ? x : __uint_as_float(0x7fffffffu);  // a NaN stays one
+  }
+  static __device__ __forceinline__ void publish(float* to, float4 x) {
+    store_relaxed(to, make_float4(present(x.x), present(x.y), present(x.z), present(x.w)));
+  }
+  static __device__ __forceinline__ void publish(float2* to, float2 x) {
+    store_relaxed(to, make_float2(present(x.x), present(x.y)));
+  }
+  static __device__ __forceinline__ float4 load_published(const float* from) {
+    return load_relaxed(reinterpret_cast<const float4*>(from));
+  }
+  static __device__ __forceinline__ float2 load_published(const float2* from) {
+    return load_relaxed(from);
   }
 
   __device__ void write_result(std::int64_t query, int channel, float4 total, float top,
@@ -853,13 +966,17 @@ struct DecodeKernel {
       __syncwarp();
 #endif
     }
+    static_assert(kWarps * 32 <= kFirstPages);
+    const int first_page = __ldg(p.first_pages + blockIdx.x * kFirstPages + warp + kWarps * lane);
     begin = load_boundary(blockIdx.x), end = load_boundary(blockIdx.x + 1);
+    if (threadIdx.x == 0) book.arrived = 0, book.merged = 0;
     share = end.position - begin.position;
     items = share > warp ? (share - warp + kWarps - 1) / kWarps : 0;
-    if (items > 0) begin_lookups();
+    if (items > 0) begin_lookups(first_page);
+    __syncthreads();  // while the refs are on their way
 
     int row = begin.row, of_row = begin.of_row, block = begin.block;
-    int item = 0, done = 0, count = 0;
+    int item = 0, done = 0, count = 0, merges = 0;
     int length = begin.length, length_row = row, next_length = 0;  // of length_row + 1
     bool took_part = false, cleared = false;
     for (;;) {
@@ -893,16 +1010,24 @@ struct DecodeKernel {
         ++item;
         if (at + kWarps < done + count) continue;
       }
-      finish_pair(row, of_row, block, block + count, blocks_of(length), took_part);
+      if (took_part)
+        finish_pair(row, of_row, block, block + count, blocks_of(length), done, merges);
+      else
+        merges += count > 1;
       done += count, count = 0, block = 0;
       if (++of_row == pairs_per_row()) ++row, of_row = 0;
     }
     if constexpr (!kBulk) wait_copies<0>();
+    if (begin.block > 0 && begin.last_cta == static_cast<int>(blockIdx.x)) {
+      __syncthreads();  // warps that are done do not hinder the others by polling
+      join_shares(first_query(begin.row, begin.of_row),
+                  min(N, p.group - first_column(begin.of_row)), begin.first_cta, begin.last_cta);
+    }
   }
 };
 
 template <int D, int N, typename T, bool kBulk>
-__global__ void __launch_bounds__(Ring<D, kBulk>::kThreads, 1)
+__global__ void __launch_bounds__(Ring<D, N, kBulk>::kThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ CUtensorMap dense_map) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -940,7 +1065,8 @@ cudaError_t make_dense_map(CUtensorMap* map, const void* arena, std::int64_t are
 template <int D, int N, typename T, bool kBulk>
 cudaError_t launch(const DecodeParams& params, const CUtensorMap& map, int ctas,
                    cudaStream_t stream) {
-  constexpr int bytes = Ring<D, kBulk>::kBytes;
+  constexpr int bytes = Ring<D, N, kBulk>::kBytes;
+  static_assert(bytes <= (kBulk ? 227 : 99) * 1024);
   static bool ready[64] = {};  // for each device: the attribute sticks to its context
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -951,7 +1077,7 @@ cudaError_t launch(const DecodeParams& params, const CUtensorMap& map, int ctas,
     if (error != cudaSuccess) return error;
     ready[device % 64] = true;
   }
-  decode_kernel<D, N, T, kBulk><<<ctas, Ring<D, kBulk>::kThreads, bytes, stream>>>(params, map);
+  decode_kernel<D, N, T, kBulk><<<ctas, Ring<D, N, kBulk>::kThreads, bytes, stream>>>(params, map);
   return cudaGetLastError();
 }
 
@@ -1009,14 +1135,17 @@ HS_EXPORT int hs_decode_columns(int head_dim, int group) {
   return group <= 16 ? 16 : 24;
 }
 
-// Cuts the batch into shares of equal bytes. boundaries int32 [ctas + 1, 8], costs int32 [R].
+// Cuts the batch into shares of equal bytes. boundaries int32 [ctas + 1, 8], costs int32 [R],
+// first_pages int32 [ctas, 256].
 HS_EXPORT int hs_decode_plan(const int* refs, const int* page_table, const int* seq_lens,
-                             int* costs, int* boundaries, int rows, int pages, int heads,
-                             int pairs_per_row, int table_stride, int ctas, void* stream) {
+                             int* costs, int* boundaries, int* first_pages, int rows, int pages,
+                             int heads, int pairs_per_row, int table_stride, int ctas,
+                             void* stream) {
   using namespace hs;
   if (rows == 0) return cudaSuccess;
   const PlanParams params = {refs,  page_table, seq_lens,      costs,
                              reinterpret_cast<Boundary*>(boundaries),
+                             first_pages,
                              rows,  pages,      heads,         pairs_per_row,
                              table_stride, ctas};
   plan_costs<<<rows, 256, 0, static_cast<cudaStream_t>(stream)>>>(params);
@@ -1027,13 +1156,14 @@ HS_EXPORT int hs_decode_plan(const int* refs, const int* page_table, const int* 
   return cudaGetLastError();
 }
 
-// arrivals int32 [ctas] must be zero before the first launch; every launch leaves it zero.
+// All bits of partials and states must be set before the first launch; every launch leaves them so.
 HS_EXPORT int hs_decode_attention(int dtype, int head_dim, const void* q, const void* arena,
                                   long long arena_bytes, const int* refs, const int* page_table,
-                                  const int* seq_lens, const int* boundaries, float* partials,
-                                  float* states, int* arrivals, void* out, float* lse, int rows,
-                                  int pages, int heads, int group, int table_stride, int ctas,
-                                  float scale, void* stream) {
+                                  const int* seq_lens, const int* boundaries,
+                                  const int* first_pages, const void* means, float* partials,
+                                  float* states, void* out, float* lse, int rows, int pages,
+                                  int heads, int group, int table_stride, int ctas, float scale,
+                                  void* stream) {
   using namespace hs;
   if (rows == 0) return cudaSuccess;
   const int columns = hs_decode_columns(head_dim, group);
@@ -1043,9 +1173,10 @@ HS_EXPORT int hs_decode_attention(int dtype, int head_dim, const void* q, const 
                                page_table,
                                seq_lens,
                                reinterpret_cast<const Boundary*>(boundaries),
+                               first_pages,
+                               means,
                                partials,
                                reinterpret_cast<float2*>(states),
-                               arrivals,
                                out,
                                lse,
                                rows,

@@ -18,8 +18,8 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_floa
 # Argument types of the C interface, in order; the last pointer is the stream.
 _SIGNATURES: dict[str, list[type]] = {
     "hs_decode_columns": [_I, _I],
-    "hs_decode_plan": [*5 * [_P], *6 * [_I], _P],
-    "hs_decode_attention": [_I, _I, _P, _P, _L, *9 * [_P], *6 * [_I], _F, _P],
+    "hs_decode_plan": [*6 * [_P], *6 * [_I], _P],
+    "hs_decode_attention": [_I, _I, _P, _P, _L, *10 * [_P], *6 * [_I], _F, _P],
     "hs_prefill_attention": [
         *6 * [_P],
         *(_L, _P, _L, _P, _I, _P, _P, _I),
@@ -30,6 +30,8 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _I, _P, _P, _I, _I, _P],
     "hs_store_pair": [_I, _I, _P, _P, *3 * [_L], *3 * [_P], _I, _I, _P],
+    "hs_store_compensated": [_I, _I, _P, *3 * [_L], *4 * [_P], _I, _I, _I, _P],
+    "hs_token_weights": [_I, _I, _P, *3 * [_L], _P, _P, _I, _I, _P],
     "hs_rank_blocks": [_P, _P, _I, _I, _P],
     "hs_update_refs": [_P, _P, _P, _L, _P],
     "hs_assign_refs": [*6 * [_P], *3 * [_I], _P],
@@ -39,7 +41,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "hs_permute_channels": [_I, _P, _L, _P, _L, _P, _L, _I, _I, _P],
 }
 _DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1}
-MAGNITUDE, WEIGHTED, GIVEN = 0, 1, 2  # rules of hs_store_blocks
+MAGNITUDE, WEIGHTED, GIVEN, BY_TOKEN = range(4)  # rules of hs_store_blocks
 
 
 class KernelError(RuntimeError):
@@ -89,23 +91,25 @@ class DecodeWorkspace:
     """Buffers of `decode_attention` on one stream; their addresses never change.
 
     boundaries  int32 [ctas + 1, 8]         the work list of the step, written by `plan_decode`
+    first_pages int32 [ctas, 256]           the pages with which each CTA begins, likewise
     costs       int32 [max_rows]            relative bytes of each request
     partials    f32 [2 * ctas, columns, D]  results of shares that end inside a (request, head)
     states      f32 [2 * ctas, columns, 2]  their maximum and sum
-    arrivals    int32 [ctas]                zero between launches
+
+    Between launches every bit of partials and states is set, which means that nothing is there.
     """
 
     boundaries: Tensor
+    first_pages: Tensor
     costs: Tensor
     partials: Tensor
     states: Tensor
-    arrivals: Tensor
     q_heads: int
     heads: int
 
     @property
     def ctas(self) -> int:
-        return self.arrivals.shape[0]
+        return self.first_pages.shape[0]
 
     @property
     def pairs_per_row(self) -> int:
@@ -123,33 +127,36 @@ def decode_workspace(
     ctas = processors if bulk else 2 * processors
     columns = symbol(index, "hs_decode_columns")(fmt.head_dim, q_heads // heads)
 
-    def buffer(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def buffer(*shape: int) -> Tensor:
+        return torch.full(shape, -1, dtype=torch.int32, device=device)
 
     return DecodeWorkspace(
-        boundaries=buffer(torch.int32, ctas + 1, 8),
-        costs=buffer(torch.int32, max(1, max_rows)),
-        partials=buffer(torch.float32, 2 * ctas, columns, fmt.head_dim),
-        states=buffer(torch.float32, 2 * ctas, columns, 2),
-        arrivals=buffer(torch.int32, ctas),
+        boundaries=buffer(ctas + 1, 8),
+        first_pages=buffer(ctas, 256),
+        costs=buffer(max(1, max_rows)),
+        partials=buffer(2 * ctas, columns, fmt.head_dim).view(torch.float32),
+        states=buffer(2 * ctas, columns, 2).view(torch.float32),
         q_heads=q_heads,
         heads=heads,
     )
 
 
-@torch.library.custom_op("hierasparse::plan_decode", mutates_args=("boundaries", "costs"))
+@torch.library.custom_op(
+    "hierasparse::plan_decode", mutates_args=("boundaries", "first_pages", "costs")
+)
 def plan_decode(
     refs: Tensor,
     page_table: Tensor,
     seq_lens: Tensor,
     boundaries: Tensor,
+    first_pages: Tensor,
     costs: Tensor,
     pairs_per_row: int,
 ) -> None:
     launch(
         refs.device,
         "hs_decode_plan",
-        *map(pointer, (refs, page_table, seq_lens, costs, boundaries)),
+        *map(pointer, (refs, page_table, seq_lens, costs, boundaries, first_pages)),
         *(seq_lens.shape[0], refs.shape[1], refs.shape[2], pairs_per_row),
         *(page_table.stride(0), boundaries.shape[0] - 1),
     )
@@ -161,15 +168,14 @@ def _(
     page_table: Tensor,
     seq_lens: Tensor,
     boundaries: Tensor,
+    first_pages: Tensor,
     costs: Tensor,
     pairs_per_row: int,
 ) -> None:
     return None
 
 
-@torch.library.custom_op(
-    "hierasparse::decode_attention", mutates_args=("partials", "states", "arrivals")
-)
+@torch.library.custom_op("hierasparse::decode_attention", mutates_args=("partials", "states"))
 def decode_attention(
     q: Tensor,
     arena: Tensor,
@@ -177,10 +183,11 @@ def decode_attention(
     page_table: Tensor,
     seq_lens: Tensor,
     boundaries: Tensor,
+    first_pages: Tensor,
     partials: Tensor,
     states: Tensor,
-    arrivals: Tensor,
     scale: float,
+    means: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -188,10 +195,10 @@ def decode_attention(
         q.device,
         "hs_decode_attention",
         *(dtype_code(q.dtype), q.shape[2], q.data_ptr(), arena.data_ptr(), arena.numel()),
-        *map(pointer, (refs, page_table, seq_lens, boundaries, partials, states, arrivals)),
-        *(out.data_ptr(), lse.data_ptr()),
+        *map(pointer, (refs, page_table, seq_lens, boundaries, first_pages, means)),
+        *map(pointer, (partials, states, out, lse)),
         *(q.shape[0], refs.shape[1], refs.shape[2], q.shape[1] // refs.shape[2]),
-        *(page_table.stride(0), arrivals.shape[0], scale),
+        *(page_table.stride(0), first_pages.shape[0], scale),
     )
     return out, lse
 
@@ -204,10 +211,11 @@ def _(
     page_table: Tensor,
     seq_lens: Tensor,
     boundaries: Tensor,
+    first_pages: Tensor,
     partials: Tensor,
     states: Tensor,
-    arrivals: Tensor,
     scale: float,
+    means: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -293,8 +301,10 @@ def store_blocks(
     keep: Tensor | None,
     weights: Tensor | None,
     means: Tensor | None,
+    token_weights: Tensor | None,
 ) -> None:
-    _store(blocks, side, arena, refs, ref_sign, keep, weights, means is not None, means, None)
+    rules = (keep, weights, token_weights)
+    _store(blocks, side, arena, refs, ref_sign, rules, means is not None, means, None)
 
 
 @store_blocks.register_fake
@@ -307,7 +317,30 @@ def _(
     keep: Tensor | None,
     weights: Tensor | None,
     means: Tensor | None,
+    token_weights: Tensor | None,
 ) -> None:
+    return None
+
+
+@torch.library.custom_op("hierasparse::store_compensated", mutates_args=("arena",))
+def store_compensated(
+    blocks: Tensor, arena: Tensor, refs: Tensor, weights: Tensor, factor: Tensor
+) -> None:
+    blocks, refs = _loadable(blocks), refs.contiguous()
+    weights, factor = weights.contiguous(), factor.contiguous()
+    launch(
+        blocks.device,
+        "hs_store_compensated",
+        *(dtype_code(blocks.dtype), blocks.shape[3], blocks.data_ptr()),
+        *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
+        *map(pointer, (weights, factor, arena, refs)),
+        *(blocks.shape[0], blocks.shape[1]),
+        torch.cuda.get_device_properties(blocks.device).multi_processor_count,
+    )
+
+
+@store_compensated.register_fake
+def _(blocks: Tensor, arena: Tensor, refs: Tensor, weights: Tensor, factor: Tensor) -> None:
     return None
 
 
@@ -334,16 +367,27 @@ def _(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor) -> None:
 
 @torch.library.custom_op("hierasparse::block_losses", mutates_args=())
 def block_losses(
-    blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None, centered: bool
+    blocks: Tensor,
+    side: int,
+    keep: Tensor | None,
+    weights: Tensor | None,
+    centered: bool,
+    token_weights: Tensor | None,
 ) -> Tensor:
     losses = torch.empty(blocks.shape[:2], dtype=torch.float32, device=blocks.device)
-    _store(blocks, side, None, None, 1, keep, weights, centered, None, losses)
+    rules = (keep, weights, token_weights)
+    _store(blocks, side, None, None, 1, rules, centered, None, losses)
     return losses
 
 
 @block_losses.register_fake
 def _(
-    blocks: Tensor, side: int, keep: Tensor | None, weights: Tensor | None, centered: bool
+    blocks: Tensor,
+    side: int,
+    keep: Tensor | None,
+    weights: Tensor | None,
+    centered: bool,
+    token_weights: Tensor | None,
 ) -> Tensor:
     return blocks.new_empty(blocks.shape[:2], dtype=torch.float32)
 
@@ -354,29 +398,55 @@ def _store(
     arena: Tensor | None,
     refs: Tensor | None,
     ref_sign: int,
-    keep: Tensor | None,
-    weights: Tensor | None,
+    rules: tuple[Tensor | None, Tensor | None, Tensor | None],
     centered: bool,
     means: Tensor | None,
     losses: Tensor | None,
 ) -> None:
-    if keep is not None and weights is not None:
-        raise ValueError("keep and weights are two rules; a block has one")
-    if centered and (side != Side.V or keep is not None):
-        raise ValueError("block means are of V, and a given mask comes with centered values")
+    """`rules` are a mask, weights of channels and weights of tokens; a block has one at most."""
+    keep, weights, token_weights = (None if x is None else x.contiguous() for x in rules)
+    if sum(x is not None for x in rules) > 1:
+        raise ValueError("keep, weights and token_weights are rules; a block has one")
+    of_v = centered or token_weights is not None
+    if (centered and keep is not None) or (of_v and side != Side.V):
+        raise ValueError("block means and token weights are of V, and a mask comes without means")
     blocks = _loadable(blocks)
-    keep = None if keep is None else keep.contiguous()
     refs = None if refs is None else refs.contiguous()
-    rule = GIVEN if keep is not None else WEIGHTED if weights is not None else MAGNITUDE
+    rule, scales = MAGNITUDE, None
+    if keep is not None:
+        rule = GIVEN
+    elif weights is not None:
+        rule, scales = WEIGHTED, weights
+    elif token_weights is not None:
+        rule, scales = BY_TOKEN, token_weights
     launch(
         blocks.device,
         "hs_store_blocks",
         *(dtype_code(blocks.dtype), blocks.shape[3], side, rule, blocks.data_ptr()),
         *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
-        *map(pointer, (keep, weights, arena, refs)),
+        *map(pointer, (keep, scales, arena, refs)),
         *(ref_sign, int(centered), pointer(means), pointer(losses)),
         *(blocks.shape[0], blocks.shape[1]),
     )
+
+
+@torch.library.custom_op("hierasparse::token_weights", mutates_args=())
+def token_weights(keys: Tensor, query: Tensor) -> Tensor:
+    keys, query = _loadable(keys), query.contiguous()
+    weights = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    launch(
+        keys.device,
+        "hs_token_weights",
+        *(dtype_code(keys.dtype), keys.shape[3], keys.data_ptr()),
+        *(keys.stride(0), keys.stride(1), keys.stride(2)),
+        *(query.data_ptr(), weights.data_ptr(), keys.shape[0], keys.shape[1]),
+    )
+    return weights
+
+
+@token_weights.register_fake
+def _(keys: Tensor, query: Tensor) -> Tensor:
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("hierasparse::rank_blocks", mutates_args=())

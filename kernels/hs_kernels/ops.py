@@ -111,36 +111,19 @@ def store_blocks(
         _check(fmt.packed, "blocks that are not packed are for the reference alone")
         if factor is not None:
             assert weights is not None
-            keep, values = reference.compensate(blocks, weights, factor)
-            weights = None
-        if token_weights is not None:
-            keep, values = _weighed_by_token(blocks, token_weights, refs, means)
-            means = None
+            cuda.store_compensated(blocks, arena, refs, weights, factor)
+            return
         if values is not None:
             stored = values.to(fmt.torch_dtype)
-            cuda.store_blocks(stored, int(side), arena, refs.clamp(max=0), 1, keep, None, None)
+            sparse = refs.clamp(max=0)
+            cuda.store_blocks(stored, int(side), arena, sparse, 1, keep, None, None, None)
             refs, keep = refs.clamp(min=0), None  # what is left is dense
-        cuda.store_blocks(blocks, int(side), arena, refs, 1, keep, weights, means)
+        cuda.store_blocks(blocks, int(side), arena, refs, 1, keep, weights, means, token_weights)
         return
     _require_cpu("store_blocks", arena)
     reference.store_blocks(
         blocks, side, arena, refs, fmt, keep, weights, means, factor, values, token_weights
     )
-
-
-def _weighed_by_token(
-    blocks: Tensor, token_weights: Tensor, refs: Tensor, means: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The mask and the values of V blocks for devices; writes the means. Does not synchronise."""
-    values = blocks
-    if means is not None:
-        mean = blocks.to(torch.float32).mean(2).to(blocks.dtype)
-        values = (blocks.to(torch.float32) - mean[:, :, None].to(torch.float32)).to(blocks.dtype)
-        # The others write zeros to the dummy's, which is zero.
-        slots, head = (-refs).clamp(min=0).long(), torch.arange(refs.shape[1], device=refs.device)
-        means[slots, head] = torch.where(refs[..., None] < 0, mean, 0)
-    scaled = values.abs().to(torch.float32) * token_weights[..., None]
-    return reference.keep_2_4(scaled, Side.V), values
 
 
 def store_pages(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
@@ -179,11 +162,14 @@ def block_losses(
     """
     _check_rules(blocks, side, keep, weights, token_weights)
     _check(not centered or (side == Side.V and keep is None), _CENTERED)
-    if blocks.is_cuda and token_weights is None:
+    if blocks.is_cuda:
         from hs_kernels import cuda
 
-        result: Tensor = cuda.block_losses(blocks, int(side), keep, weights, centered)
+        result: Tensor = cuda.block_losses(
+            blocks, int(side), keep, weights, centered, token_weights
+        )
         return result
+    _require_cpu("block_losses", blocks)
     if centered:
         mean = blocks.to(torch.float32).mean(2, keepdim=True).to(blocks.dtype)
         blocks = (blocks.to(torch.float32) - mean.to(torch.float32)).to(blocks.dtype)
@@ -205,6 +191,12 @@ def token_weights(keys: Tensor, query: Tensor) -> Tensor:
         keys.dim() == 4 and tuple(query.shape) == (keys.shape[1], keys.shape[3]),
         f"keys {list(keys.shape)} do not fit query {list(query.shape)}",
     )
+    _check(query.dtype == torch.float32, f"query is {query.dtype}, not float32")
+    if keys.is_cuda:
+        from hs_kernels import cuda
+
+        weights: Tensor = cuda.token_weights(keys, query)
+        return weights
     products = keys.to(torch.float32) * query[:, None]
     return products.sum(-1).exp()
 
@@ -241,8 +233,8 @@ def decode_attention(
 
     q [R, Hq, D], refs int32 [2, P, Hkv], page_table int32 [R, max_pages], seq_lens int32 [R].
     Gives out [R, Hq, D] in q's dtype and lse f32 [R, Hq]; an empty sequence gives 0 and -inf.
-    `workspace` was planned for these lengths by `plan_decode` (once for all layers); without one, a
-    CUDA call plans for itself. `num_splits` is the reference's; the device splits by the plan.
+    `workspace` was planned for these pages and lengths by `plan_decode` (once for all layers);
+    without one, a CUDA call plans for itself. `num_splits` is the reference's.
     With `means` [sparse slots, Hkv, D] a V block behind a sparse ref is what is stored there plus
     the mean of its slot.
     """
@@ -268,8 +260,6 @@ def decode_attention(
         )
         for name, x in (("page_table", page_table), ("seq_lens", seq_lens)):
             _check(x.dtype == torch.int32, f"{name} is {x.dtype}, not int32")
-        if means is not None:
-            raise NotImplementedError("decode attention has no kernel with block means yet")
         if workspace is None:
             workspace = decode_workspace(q.shape[0], q.shape[1], refs.shape[2], fmt, q.device)
             plan_decode(workspace, refs, page_table, seq_lens)
@@ -284,10 +274,11 @@ def decode_attention(
             page_table,
             seq_lens,
             workspace.boundaries,
+            workspace.first_pages,
             workspace.partials,
             workspace.states,
-            workspace.arrivals,
             scale,
+            None if means is None else means.contiguous(),
         )
         return states
     _require_cpu("decode_attention", arena)
@@ -324,6 +315,7 @@ def plan_decode(
         page_table,
         seq_lens,
         workspace.boundaries,
+        workspace.first_pages,
         workspace.costs,
         workspace.pairs_per_row,
     )

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ SHARES = {
     "half": (0.5, 0.5),
     "three quarters": (0.75, 0.75),
 }
+MEANS = ("light", "max")  # timed with block means of V, too
 ROTATED_BYTES = 400 << 20  # more than any L2
 Call = Callable[[], object]
 
@@ -114,6 +115,14 @@ class Cache:
     refs: torch.Tensor
     tables: list[torch.Tensor]
     stored_bytes: int  # of one copy
+    mean_bytes: int  # of its sparse V blocks, if they are stored without their means
+    means: torch.Tensor | None = None
+
+    def with_means(self, fmt: BlockFormat) -> "Cache":
+        heads = self.refs.shape[2]
+        slots = self.arena.numel() // (heads * fmt.sparse_bytes)
+        means = torch.randn((slots, heads, fmt.head_dim), device="cuda").to(fmt.torch_dtype)
+        return replace(self, means=means, stored_bytes=self.stored_bytes + self.mean_bytes)
 
 
 def build_cache(
@@ -159,24 +168,29 @@ def build_cache(
     write_dummy(arena, fmt, heads)
     refs = of_page[:, :, None].expand(-1, -1, heads).contiguous()
     stored = heads * (num_dense * fmt.dense_bytes + num_sparse * fmt.sparse_bytes) // copies
-    return Cache(arena, refs, list(table.view(copies, batch, pages)), stored)
+    mean_bytes = heads * int(sparse[Side.V].sum()) * fmt.head_dim * fmt.itemsize // copies
+    return Cache(arena, refs, list(table.view(copies, batch, pages)), stored, mean_bytes)
 
 
 def decode_calls(shape: Shape, cache: Cache, batch: int, length: int) -> tuple[list[Call], Call]:
     """Attention over each copy, and the plan of one."""
     q = torch.randn((batch, shape.q_heads, shape.head_dim), device="cuda").bfloat16()
     lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-    workspace = ops.decode_workspace(batch, shape.q_heads, shape.heads, shape.fmt, q.device)
     scale = shape.head_dim**-0.5
-    ops.plan_decode(workspace, cache.refs, cache.tables[0], lens)
 
     def call(table: torch.Tensor) -> Call:
+        workspace = ops.decode_workspace(batch, shape.q_heads, shape.heads, shape.fmt, q.device)
+        ops.plan_decode(workspace, cache.refs, table, lens)
         return lambda: ops.decode_attention(
-            q, cache.arena, cache.refs, table, lens, scale, shape.fmt, workspace=workspace
+            *(q, cache.arena, cache.refs, table, lens, scale, shape.fmt),
+            workspace=workspace,
+            means=cache.means,
         )
 
+    first = ops.decode_workspace(batch, shape.q_heads, shape.heads, shape.fmt, q.device)
+
     def plan() -> None:
-        ops.plan_decode(workspace, cache.refs, cache.tables[0], lens)
+        ops.plan_decode(first, cache.refs, cache.tables[0], lens)
 
     return [call(table) for table in cache.tables], plan
 
@@ -286,7 +300,6 @@ def bench_decode(arguments: argparse.Namespace, report: Report) -> None:
             share = SHARES[preset]
             copies = max(1, min(8, -(-ROTATED_BYTES // (dense_bytes // 2))))
             cache = build_cache(shape, batch, length, share, copies)
-            calls, plan = decode_calls(shape, cache, batch, length)
             case = {
                 "B": batch,
                 "L": length,
@@ -296,10 +309,16 @@ def bench_decode(arguments: argparse.Namespace, report: Report) -> None:
                 "policy": preset,
                 "part": "attention",
             }
+            calls, plan = decode_calls(shape, cache, batch, length)
             ours = time_calls(calls)
             report.add("decode", case, ours, base, dense_bytes / cache.stored_bytes)
             if preset == "max" and not arguments.no_plan:
                 report.add("decode", case | {"part": "plan"}, time_calls([plan]), {}, None)
+            if preset in MEANS:
+                cache = cache.with_means(shape.fmt)
+                ours = time_calls(decode_calls(shape, cache, batch, length)[0])
+                case["part"] = "attention, block means"
+                report.add("decode", case, ours, base, dense_bytes / cache.stored_bytes)
             del cache, calls, plan
             torch.cuda.empty_cache()
 
@@ -351,17 +370,47 @@ def _bench_compress(
 
         return call
 
+    mix = torch.randn((heads, shape.head_dim, shape.head_dim), device="cuda").double()
+    covariance = mix @ mix.mT / shape.head_dim + 0.1 * torch.eye(shape.head_dim, device="cuda")
+    factor = torch.linalg.cholesky(torch.linalg.inv(covariance), upper=True).float()
+    weights = torch.rand((heads, shape.head_dim), device="cuda") + 0.5
+    slots_of_arena = arena.numel() // (heads * fmt.sparse_bytes)
+    means = torch.zeros((slots_of_arena, heads, shape.head_dim), device="cuda").bfloat16()
+    query = torch.randn((heads, shape.head_dim), device="cuda") * shape.head_dim**-0.5
+
+    def calibrated(side: Side) -> Call:
+        """Every page sparse, as the calibrated pruner wants it."""
+
+        def keys() -> None:
+            ops.store_blocks(
+                *(blocks[Side.K], Side.K, arena, chosen[Side.K], fmt),
+                weights=weights,
+                factor=factor,
+            )
+
+        def values() -> None:
+            ops.store_blocks(
+                *(blocks[Side.V], Side.V, arena, chosen[Side.V], fmt),
+                means=means,
+                token_weights=ops.token_weights(blocks[Side.K], query),
+            )
+
+        return keys if side == Side.K else values
+
     read, written = pages * heads * fmt.dense_bytes, pages * heads * fmt.sparse_bytes
-    for name, call, share, moved in (
-        ("values", whole(Side.V), (0.0, 1.0), read + written),
-        ("keys", whole(Side.K), (1.0, 0.0), read + written),
+    mean_bytes = pages * heads * shape.head_dim * fmt.itemsize
+    both = 2 * (read + written)
+    for name, pruner, call, share, moved in (
+        ("values", "magnitude", whole(Side.V), (0.0, 1.0), read + written),
+        ("keys", "magnitude", whole(Side.K), (1.0, 0.0), read + written),
         (
-            "both",
+            *("both", "magnitude"),
             lambda: ops.store_pages(*blocks, arena, chosen, fmt),
-            (1.0, 1.0),
-            2 * (read + written),
+            *((1.0, 1.0), both),
         ),
-        ("both, ranked", half(), (0.5, 0.5), 4 * read + read + written),
+        ("both, ranked", "magnitude", half(), (0.5, 0.5), 4 * read + read + written),
+        ("values", "calibrated", calibrated(Side.V), (0.0, 1.0), 2 * read + written + mean_bytes),
+        ("keys", "calibrated", calibrated(Side.K), (1.0, 0.0), read + written),
     ):
         case = {
             "L": length,
@@ -369,7 +418,7 @@ def _bench_compress(
             "sv": share[1],
             "bits": 16,
             "part": name,
-            "pruner": "magnitude",
+            "pruner": pruner,
             "bytes": moved,
         }
         report.add("compress", case, time_calls([call]), base, None)

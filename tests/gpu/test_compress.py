@@ -94,6 +94,75 @@ def test_channel_weights_change_the_choice(fmt: BlockFormat, side: Side) -> None
     compare_store(random_blocks(fmt, 3, 2), side, fmt, refs, weights=weights)
 
 
+def random_factor(heads: int, channels: int) -> Tensor:
+    """f32 [heads, D, D] upper, U with U' U the inverse of a covariance with correlated channels."""
+    mix = torch.randn((heads, channels, channels), dtype=torch.float64)
+    covariance = mix @ mix.mT / channels + 0.1 * torch.eye(channels, dtype=torch.float64)
+    return torch.linalg.cholesky(torch.linalg.inv(covariance), upper=True).float()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_kept_keys_take_over_what_is_pruned(fmt: BlockFormat) -> None:
+    """Rounding may turn a near tie, and with it what follows in that row; so rows are compared."""
+    n, heads, channels = 7, 3, fmt.head_dim
+    blocks = random_blocks(fmt, n, heads)
+    refs = -torch.arange(1, n * heads + 1, dtype=torch.int32).view(n, heads)
+    refs[2, 1], refs[4] = 30, torch.tensor([0, 31, 32])
+    weights, factor = torch.rand(heads, channels) + 0.5, random_factor(heads, channels)
+    want = empty_arena(fmt, heads)
+    got = want.cuda()
+    rule = {"weights": weights, "factor": factor}
+    ops.store_blocks(blocks, Side.K, want, refs, fmt, **rule)
+    on_device = {name: x.cuda() for name, x in rule.items()}
+    ops.store_blocks(blocks.cuda(), Side.K, got, refs.cuda(), fmt, **on_device)
+    sparse = torch.zeros(want.shape, dtype=torch.bool)
+    for i, h in (refs < 0).nonzero().tolist():
+        reference.sparse_slots(sparse, fmt, heads)[-refs[i, h], h] = True
+    assert torch.equal(got.cpu()[~sparse], want[~sparse])
+    slot, head = -refs[refs < 0].long(), (refs < 0).nonzero()[:, 1]
+    x, y = (
+        reference.unpack_blocks(
+            reference.sparse_slots(a, fmt, heads)[slot, head], Side.K, fmt
+        ).float()
+        for a in (got.cpu(), want)
+    )
+    same = ((x != 0) == (y != 0)).all(-1)
+    assert same.float().mean() > 0.99, "other channels are kept"
+    torch.testing.assert_close(x[same], y[same], rtol=2**-7, atol=1e-3)
+    assert (x[same] == y[same]).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_token_weights_change_the_choice(fmt: BlockFormat, centered: bool) -> None:
+    blocks = random_blocks(fmt, 3, 2, values=7)  # sums of integers are exact in any order
+    refs = torch.tensor([[-1, -2], [-5, 12], [0, -7]], dtype=torch.int32)
+    weights = torch.rand(3, 2, 64) + 0.1
+    want = empty_arena(fmt, 2)
+    got = want.cuda()
+    for device, arena in (("cpu", want), ("cuda", got)):
+        x, r, w = blocks.to(device), refs.to(device), weights.to(device)
+        means = torch.zeros((8, 2, fmt.head_dim), dtype=fmt.torch_dtype, device=device)
+        ops.store_blocks(
+            x, Side.V, arena, r, fmt, token_weights=w, means=means if centered else None
+        )
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+    losses = [
+        ops.block_losses(x, Side.V, fmt, centered=centered, token_weights=w).cpu()
+        for x, w in ((blocks, weights), (blocks.cuda(), weights.cuda()))
+    ]
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_tokens_are_weighed_by_an_average_query(fmt: BlockFormat) -> None:
+    chunk = torch.randn(5 * 64 + 8, 3, fmt.head_dim).to(fmt.torch_dtype)
+    keys = chunk[8:].view(5, 64, 3, fmt.head_dim).transpose(1, 2)
+    query = torch.randn(3, fmt.head_dim) * fmt.head_dim**-0.5
+    got = ops.token_weights(keys.cuda(), query.cuda())
+    torch.testing.assert_close(got.cpu(), ops.token_weights(keys, query), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_block_means_are_subtracted_and_kept(fmt: BlockFormat) -> None:
     blocks = random_blocks(fmt, 3, 2, values=7)  # sums of integers are exact in any order

@@ -1,6 +1,7 @@
 """Decode attention on the device against attention computed key by key."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.cases import (
     DecodeCase,
     build_decode_case,
     naive_decode,
+    with_means,
 )
 from tests.support.compare import assert_close
 
@@ -33,8 +35,10 @@ def attend(case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
     before = case.cache.arena.cuda()
     arena = before.clone()
     inputs = (case.cache.refs, case.page_table, case.seq_lens)
+    means = case.cache.means
     out, lse = ops.decode_attention(
-        case.q.cuda(), arena, *(x.cuda() for x in inputs), case.scale, case.cache.fmt
+        *(case.q.cuda(), arena, *(x.cuda() for x in inputs), case.scale, case.cache.fmt),
+        means=None if means is None else means.cuda(),
     )
     assert torch.equal(arena, before), "decode wrote into the arena"
     return out, lse
@@ -63,6 +67,16 @@ def test_every_group_size_at_every_edge(fmt: BlockFormat, group: int) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_every_mix_of_dense_and_sparse(fmt: BlockFormat, share: tuple[float, float]) -> None:
     check(build_decode_case(fmt, heads=3, group=4, lengths=[700, 64, 1, 1025], share=share))
+
+
+@pytest.mark.parametrize("share", [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("group", [4, 12, 24])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_block_means_are_added_back(
+    fmt: BlockFormat, group: int, share: tuple[float, float]
+) -> None:
+    case = build_decode_case(fmt, heads=2, group=group, lengths=[700, 64, 0, 1025, 20], share=share)
+    check(replace(case, cache=with_means(case.cache)))
 
 
 @pytest.mark.parametrize("lengths", [[20000], [9000, 3, 0, 0, 4097], [1] * 300, [65] * 70, [0, 0]])
@@ -118,11 +132,12 @@ def test_padded_rows_read_the_dummy_page() -> None:
 
 
 def test_a_result_does_not_depend_on_the_order_of_arrival() -> None:
-    case = build_decode_case(BlockFormat(128), heads=2, group=4, lengths=[20000, 77, 5000])
-    first = attend(case)
-    for _ in range(5):
-        again = attend(case)
-        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    for lengths in ([20000, 77, 5000], [3000] * 9, [64, 128, 700] * 30, [200] * 140):
+        case = build_decode_case(BlockFormat(128), heads=2, group=4, lengths=lengths)
+        first = attend(case)
+        for _ in range(20):
+            again = attend(case)
+            assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
 def test_a_captured_step_serves_other_lengths() -> None:
@@ -156,4 +171,5 @@ def test_a_captured_step_serves_other_lengths() -> None:
         want, want_lse = naive_decode(case)
         assert_close(f"out at {chosen}", out, want)
         assert_close(f"lse at {chosen}", lse, want_lse, LSE_TOLERANCE)
-        assert int(workspace.arrivals.abs().sum()) == 0
+        for buffer in (workspace.partials, workspace.states):
+            assert bool((buffer.view(torch.int32) == -1).all()), "a partial was left behind"

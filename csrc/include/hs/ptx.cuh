@@ -37,6 +37,45 @@ __device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
   return v;
 }
 
+// Words that other warps write meanwhile.
+__device__ __forceinline__ int volatile_load(const int& x) {
+  return *static_cast<const volatile int*>(&x);
+}
+
+__device__ __forceinline__ void volatile_store(int& x, int value) {
+  *static_cast<volatile int*>(&x) = value;
+}
+
+// Words of global memory that other CTAs read or write meanwhile. Each 32-bit word is whole.
+__device__ __forceinline__ float4 load_relaxed(const float4* p) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 load_relaxed(const float2* p) {
+  float2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
+               : "=f"(v.x), "=f"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed(float* p, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(float2* p, float2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(v.x), "f"(v.y)
+               : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the row address l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -110,6 +149,28 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
+}
+
+template <typename T>
+__device__ __forceinline__ float unpack_low(uint32_t pair);
+template <typename T>
+__device__ __forceinline__ float unpack_high(uint32_t pair);
+
+template <>
+__device__ __forceinline__ float unpack_low<__nv_bfloat16>(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+template <>
+__device__ __forceinline__ float unpack_high<__nv_bfloat16>(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+template <>
+__device__ __forceinline__ float unpack_low<__half>(uint32_t pair) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(pair)));
+}
+template <>
+__device__ __forceinline__ float unpack_high<__half>(uint32_t pair) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
 }
 
 // --- asynchronous copies, Ampere ----------------------------------------------------------------

@@ -41,8 +41,9 @@ __device__ __forceinline__ std::uint32_t pick_pair(Group g, std::uint32_t first,
   return __byte_perm(g.low, g.high, (0x10 + 0x22 * first) | (0x10 + 0x22 * second) << 8);
 }
 
-// The two highest of four scores.
-__device__ __forceinline__ Kept keep_two(Group g, const std::uint32_t (&score)[4]) {
+// The places of the two highest of four scores, in order.
+__device__ __forceinline__ void two_highest(const std::uint32_t (&score)[4], std::uint32_t& first,
+                                            std::uint32_t& second) {
   const bool a = score[1] > score[0], b = score[3] > score[2];
   const std::uint32_t high01 = max(score[0], score[1]), low01 = min(score[0], score[1]);
   const std::uint32_t high23 = max(score[2], score[3]), low23 = min(score[2], score[3]);
@@ -52,7 +53,12 @@ __device__ __forceinline__ Kept keep_two(Group g, const std::uint32_t (&score)[4
   const std::uint32_t x = c ? best23 : best01;
   const std::uint32_t y = c ? (low23 > high01 ? other23 : best01)
                             : (high23 > low01 ? best23 : other01);
-  const std::uint32_t first = min(x, y), second = max(x, y);
+  first = min(x, y), second = max(x, y);
+}
+
+__device__ __forceinline__ Kept keep_two(Group g, const std::uint32_t (&score)[4]) {
+  std::uint32_t first, second;
+  two_highest(score, first, second);
   return {pick_pair(g, first, second), first | second << 2, 1u << first | 1u << second};
 }
 
