@@ -640,6 +640,8 @@ def _injected_fault(text: str) -> Callable[[], None] | None:
 
 
 def create_radix_cache(context: Any) -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
     from hs_runtime.pool.radix_cache import HieraRadixCache
 
     verify()
@@ -651,6 +653,7 @@ def create_radix_cache(context: Any) -> Any:
         check=config.check_integrity,
         check_always=config.check_integrity_always,
         check_ranks=config.check_ranks,
+        ranks=get_parallel().attn_tp_size,
     )
 
 

@@ -48,6 +48,7 @@ class HieraRadixCache(RadixCache):
         check: bool = True,
         check_always: bool = False,
         check_ranks: bool = False,
+        ranks: int = 1,
     ) -> None:
         allocator = params.token_to_kv_pool_allocator
         if not isinstance(allocator, HieraAllocator):
@@ -55,6 +56,7 @@ class HieraRadixCache(RadixCache):
                 f"HieraRadixCache needs a HieraAllocator, got {type(allocator).__name__}"
             )
         self.allocator, self.block_pool = allocator, allocator.block_pool
+        self.ranks = ranks
         self.rules = Lifecycle.of(constants)
         self.dense_namespace = namespace(DENSE, constants)
         self.storage: RequestStorage | None = None
@@ -472,9 +474,13 @@ class HieraRadixCache(RadixCache):
         req.hs_state = None
 
     def describe(self, state: RequestState, tokens: int) -> dict[str, Any]:
-        """Blocks and bytes of this rank that hold the first `tokens` tokens of the request."""
+        """Blocks and bytes, of all ranks, that hold the first `tokens` tokens of the request."""
         pool = self.block_pool
-        blocks, bytes_of = pool.layers * pool.heads, pool.bytes_of
+        blocks = pool.layers * pool.heads * self.ranks
+
+        def bytes_of(dense: int, sparse: int) -> int:
+            return pool.bytes_of(dense, sparse) * self.ranks
+
         form = self.storage.form(state, tokens) if self.storage else (0, 0)
         prompt = state.prompt_form or form
         return {

@@ -17,6 +17,8 @@ from typing import Any
 
 from hs_runtime import spawn
 
+SKEWED = "skewed"  # a request of this id makes the second rank count a retraction that was none
+
 
 class Probe:
     """Appends what the scheduler does to a file, one JSON object a line: the evidence that a test
@@ -93,7 +95,25 @@ def run_scheduler(*args: Any, probe: str = "", **kwargs: Any) -> None:
         _ranks_of_the_cpu_need_no_nccl()
     if probe:
         Probe(probe).install()
+        _skew()
     spawn.run_scheduler(*args, **kwargs)
+
+
+def _skew() -> None:
+    from torch import distributed
+
+    from hs_runtime.batching import BatchPlanner
+
+    plan_decode = BatchPlanner.plan_decode
+
+    @functools.wraps(plan_decode)
+    def decode(planner: Any, steps: Any) -> Any:
+        skewed = any(state.rid == SKEWED for state, _ in steps)
+        if skewed and distributed.get_rank() == 1:
+            planner.storage.retractions += 1
+        return plan_decode(planner, steps)
+
+    BatchPlanner.plan_decode = decode
 
 
 def _ranks_of_the_cpu_need_no_nccl() -> None:
