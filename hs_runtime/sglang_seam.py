@@ -609,14 +609,14 @@ def _calibration_of_rank(config: RuntimeConfig, model_path: str, pool: Any) -> A
     not the one that the constants name, or not of this model."""
     from pathlib import Path
 
-    from sglang.srt.runtime_context import get_parallel
-
     from hs_runtime.calibration import digest, load_calibration
 
     path = Path(config.calibration_path)
     if not path.is_file() or digest(path) != config.constants.calibration:
         raise StartupRefused(f"calibration: {path} is gone or has changed (start the server anew)")
     loaded = load_calibration(path, model_path if Path(model_path).is_dir() else None)
+    from sglang.srt.runtime_context import get_parallel
+
     parallel = get_parallel()
     part = loaded.of_rank(parallel.attn_tp_rank, parallel.attn_tp_size)
     expected = (pool.layers, pool.heads, pool.format.head_dim)

@@ -77,12 +77,12 @@ def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
 def banner(config: RuntimeConfig, url: str) -> str:
     """What a person wants to know once: where, what, and how KV blocks are stored."""
     constants = config.constants
-    quality = "calibrated" if constants.calibration else "no calibration file"
+    without = "" if constants.calibration else " (no calibration file)"
     return (
         f"serving {config.model_name} on {url}\n"
         f"policy {config.default_policy.preset} by default; segment {constants.segment}, "
         f"window {constants.window}, sink {constants.sink}, anchor {constants.anchor}, "
-        f"pruner {constants.pruner} ({quality})"
+        f"pruner {constants.pruner}{without}"
     )
 
 

@@ -16,7 +16,6 @@ from hs_runtime.policies import PRESETS
 from tests.support.checkpoints import tiny_llama
 from tests.support.engines import (
     Ask,
-    EngineFailed,
     EngineOptions,
     Engines,
     forced_retraction,
@@ -178,12 +177,14 @@ def test_means_are_in_every_figure(
     )
 
 
-def test_an_engine_refuses_a_file_that_has_changed(
-    engines: Engines, served: EngineOptions, tmp_path: Path
+def test_a_simulated_pruner_saves_nothing_and_is_cached_like_others(
+    engines: Engines, served: EngineOptions, prompt: list[int]
 ) -> None:
-    assert served.calibration is not None
-    copy = tmp_path / "copy"
-    copy.write_bytes(served.calibration.read_bytes())
-    options = replace(served, calibration=copy, calibration_digest="0" * 64)
-    with pytest.raises(EngineFailed, match="has changed"):
-        engines.get(options)
+    engine = engines.get(replace(served, pruner="unstructured", calibration=None))
+    cold = engine.cold(Ask(prompt, PRESETS["max"], NEW))
+    (warm,) = engine.run(Ask(prompt, PRESETS["max"], NEW))
+    assert warm.cached > 0 and warm.tokens == cold.tokens
+    assert cold.report["kv_bytes"] == cold.report["dense_equivalent_bytes"]
+    assert cold.report["sparse_blocks"] > 0
+    (dense,) = engine.run(Ask(prompt, PRESETS["dense"], NEW))
+    assert dense.tokens != cold.tokens, "nothing was pruned"

@@ -13,6 +13,7 @@ from hs_kernels import ops
 from hs_runtime.calibration import (
     Calibration,
     default_file,
+    digest,
     fingerprint,
     load_calibration,
     save_calibration,
@@ -24,7 +25,9 @@ from hs_runtime.calibration.calibrate import (
     read_text,
     spread_order,
 )
-from hs_runtime.config import ConfigError
+from hs_runtime.config import ConfigError, RuntimeConfig
+from hs_runtime.policies import ServerConstants
+from hs_runtime.sglang_seam import StartupRefused, _calibration_of_rank
 from tests.support.calibrations import random_calibration, write_calibration
 from tests.support.checkpoints import tiny_llama
 
@@ -114,6 +117,18 @@ def test_a_file_is_tied_to_its_model(tmp_path: Path, tiny: Path) -> None:
     other = tiny_llama(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="another model"):
         load_calibration(path, str(other))
+
+
+def test_a_process_refuses_a_file_that_has_changed_since_the_start(tmp_path: Path) -> None:
+    path = write_calibration(tmp_path / "a")
+    constants = ServerConstants(pruner="calibrated", calibration=digest(path))
+    config = RuntimeConfig(constants=constants, calibration_path=str(path))
+    write_calibration(path, seed=1)
+    with pytest.raises(StartupRefused, match="has changed"):
+        _calibration_of_rank(config, "a-model", None)
+    path.unlink()
+    with pytest.raises(StartupRefused, match="gone"):
+        _calibration_of_rank(config, "a-model", None)
 
 
 def test_a_fingerprint_follows_what_makes_queries_and_keys(tmp_path: Path, tiny: Path) -> None:
