@@ -841,6 +841,13 @@ struct DecodeKernel {
   // Sums the partials of CTAs [first, last] that share a pair: half-warps take every other share,
   // which keeps enough loads in flight for the 17 or so shares of one long request.
   __device__ void join_shares(std::int64_t query, int columns, int first, int last) {
+    // One warp waits for the last of them, and gently: polling takes bandwidth from those who work.
+    if (warp == 0)
+      for (int cta = first + lane; cta <= last; cta += 32) {
+        const std::int64_t at = static_cast<std::int64_t>(2 * cta + (cta == first)) * N;
+        while (!is_present(load_published(p.states + at).y)) __nanosleep(100);
+      }
+    __syncthreads();
     constexpr int kBatch = 10;
     const int half = lane / 16;
     // The bound is a multiple of 16, so a warp stays together.
