@@ -31,6 +31,7 @@ from hs_runtime.policies.policy import ServerConstants
 from hs_runtime.pool.sizing import size_pool
 from hs_runtime.scheduler.admission import BlockSizes, request_need
 from hs_runtime.scheduler.lifecycle import Lifecycle
+from tests.support.engine_process import PAGE_DIGESTS
 from tests.support.engines import (
     STRICT_CHECKS,
     Ask,
@@ -61,7 +62,7 @@ END_SECONDS = 240.0  # SGLang examines a dead child for a minute before it gives
 def strict(small: EngineOptions) -> EngineOptions:
     """Every law is checked after every batch, by us and by SGLang."""
     options = replace(small, chunk=512, tokens=6144, runtime=(("check_integrity_always", True),))
-    return with_environment(options, *STRICT_CHECKS)
+    return with_environment(options, *STRICT_CHECKS, (PAGE_DIGESTS, "1"))
 
 
 def known(golden: Golden, options: EngineOptions, name: str, length: int) -> Ask:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hs_runtime.policies import PRESETS
+from tests.support.engine_process import PAGE_DIGESTS
 from tests.support.engines import (
     STRICT_CHECKS,
     Answer,
@@ -32,7 +33,7 @@ NEW = 24
 @pytest.fixture(scope="module")
 def strict(small: EngineOptions) -> EngineOptions:
     options = replace(small, chunk=512, tokens=6144, runtime=(("check_integrity_always", True),))
-    return with_environment(options, *STRICT_CHECKS)
+    return with_environment(options, *STRICT_CHECKS, (PAGE_DIGESTS, "1"))
 
 
 @pytest.fixture
@@ -103,6 +104,32 @@ def test_twins_and_prefixes_in_one_batch(
             assert_answer(f"{case}, {len(each)} tokens", got, want)
         reusable = [a.cached > 0 for a, p in zip(answers, prompts, strict=True) if p is prompt]
         assert case == "cold" or all(reusable)
+    engine.assert_nothing_leaked()
+
+
+def test_overlapping_requests_leave_the_pages_of_their_prefix_as_they_were(
+    engine: Engine, golden: Golden, strict: EngineOptions
+) -> None:
+    """One prefix with dense prefill, answered under four decode settings at once: each as alone,
+    and not a bit of the shared pages changes, though three of the four made them sparse."""
+    decodes = {"dense": (0, 0), "light": (0, 1000), "both": (1000, 1000), "halves": (500, 250)}
+    policies = {name: policy((0, 0), shares) for name, shares in decodes.items()}
+    prefix = golden.prompt(strict, policies.values(), 512, max_new=NEW)
+    engine.run(Ask([*prefix, 1], PRESETS["dense"], NEW))
+    before = engine.page_digests()
+    assert len(before) >= 8
+    prompts = {
+        name: golden.prompt(strict, [each], 513 + 40 * i, max_new=NEW, prefix=prefix)
+        for i, (name, each) in enumerate(policies.items())
+    }
+    answers = engine.run(*(Ask(prompts[name], policies[name], NEW) for name in policies))
+    for name, got in zip(policies, answers, strict=True):
+        assert got.cached == 512
+        assert_answer(name, got, golden.answer(strict, policies[name], prompts[name], NEW))
+    assert [a.report["sparse_blocks"] > 0 for a in answers] == [False, True, True, True]
+    after = engine.page_digests()
+    assert {page: after[page] for page in before} == before
+    assert len(after) > len(before)
     engine.assert_nothing_leaked()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from hs_runtime import spawn
 
+PAGE_DIGESTS = "HS_TEST_PAGE_DIGESTS"  # at idle, a digest of every cached page's bytes
 SKEWED = "skewed"  # a request of this id makes the second rank count a retraction that was none
 
 
@@ -68,7 +70,10 @@ class Probe:
 
         @functools.wraps(check_idle)
         def idle(tree: Any) -> None:
+            fresh = PAGE_DIGESTS in os.environ and not tree._checked
             check_idle(tree)
+            if fresh:
+                self.write("pages", digests=page_digests(tree))
             pool, storage = tree.block_pool, tree.storage
             self.write(
                 "idle",
@@ -88,6 +93,24 @@ class Probe:
         BatchPlanner.plan_extend, BatchPlanner.plan_decode = extend, decode
         HieraRadixCache.check_idle, HieraRadixCache.make_private = idle, private
         HieraRadixCache.reset = flush
+
+
+def page_digests(tree: Any) -> dict[str, str]:
+    """By page id, of the pages in the prefix cache: refs and the blocks behind them, all layers."""
+    pool, nodes, found = tree.block_pool, [tree.root_node], {}
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        for page in tree.pages_of(node) if node is not tree.root_node else ():
+            digest = hashlib.blake2b(digest_size=16)
+            for layer in range(pool.layers):
+                dense, sparse = pool.dense_view(layer), pool.sparse_view(layer)
+                for ref_of_side in pool.refs[layer, :, page].tolist():
+                    for head, ref in enumerate(ref_of_side):
+                        block = dense[ref, head] if ref > 0 else sparse[-ref, head]
+                        digest.update(bytes([ref > 0]) + block.numpy().tobytes())
+            found[str(page)] = digest.hexdigest()
+    return found
 
 
 def run_scheduler(*args: Any, probe: str = "", **kwargs: Any) -> None:

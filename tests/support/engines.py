@@ -357,6 +357,11 @@ class Engine:
             time.sleep(0.02)
         raise self._failed("never checked its books")
 
+    def page_digests(self) -> dict[str, str]:
+        """Of the cached pages at rest, by page id (with `engine_process.PAGE_DIGESTS` set)."""
+        self.books()
+        return dict(self.events("pages")[-1]["digests"])
+
     def assert_nothing_leaked(self) -> None:
         """At idle only the prefix cache holds anything, and without it nothing is left."""
         books = self.books()
