@@ -134,19 +134,7 @@ __device__ __forceinline__ float pick(const float (&x)[4], std::uint32_t i) {
   return i & 2u ? high : low;
 }
 
-// d = a b + c
-__device__ __forceinline__ void multiply_from(float (&d)[4], const std::uint32_t (&a)[4],
-                                              std::uint32_t b0, std::uint32_t b1,
-                                              const float (&c)[4]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
-        "f"(c[2]), "f"(c[3]));
-}
-
-// Prunes `rows` of one block, tokens [token, token + kRows), into the stage.
+// Prunes tokens [token, token + kRows) of one block into the stage.
 template <int D, typename T>
 __device__ void compensate_rows(const typename Plan<D>::Shared& shared, Stage<D, Side::K>& stage,
                                 const T* block, std::int64_t token_stride, int token, int lane) {
@@ -238,7 +226,7 @@ __device__ void compensate_rows(const typename Plan<D>::Shared& shared, Stage<D,
           const std::uint32_t rest[4] = {packet[2 * r][2], packet[2 * r + 1][2],
                                          packet[2 * r][3], packet[2 * r + 1][3]};
           // The result moves two tiles down, so that the next step begins at tile 0.
-          multiply_from(x[r][t - 2 + h], rounded, b.x, b.y, x[r][t + h]);
+          Mma<__nv_bfloat16>::dense_from(x[r][t - 2 + h], rounded, b.x, b.y, x[r][t + h]);
           Mma<__nv_bfloat16>::dense(x[r][t - 2 + h], rest, b.x, b.y);
           Mma<__nv_bfloat16>::dense(x[r][t - 2 + h], rounded, b.z, b.w);
         }

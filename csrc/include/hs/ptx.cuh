@@ -117,6 +117,16 @@ struct Mma;
                    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                \
     }                                                                                              \
+    /* d = a b + c */                                                                              \
+    static __device__ __forceinline__ void dense_from(float (&d)[4], const uint32_t (&a)[4],       \
+                                                      uint32_t b0, uint32_t b1,                    \
+                                                      const float (&c)[4]) {                       \
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                          \
+                   ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"                \
+                   : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),      \
+                     "f"(c[1]), "f"(c[2]), "f"(c[3]));                                             \
+    }                                                                                              \
     /* A holds half of its k = 32 columns; `metadata` says which. The selector is an immediate. */ \
     template <int kSelector>                                                                       \
     static __device__ __forceinline__ void sparse(float (&d)[4], uint4 a, uint32_t b0,             \

@@ -1,0 +1,160 @@
+"""The kernels of csrc run thread by thread on the CPU (emulator/device.h), so that they are tested
+without a device. Needs nvcc, for CUDA's headers, and a host compiler."""
+
+import ctypes
+import hashlib
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hs_kernels import build
+from hs_kernels.block_format import BlockFormat, Side
+from tests.support.cases import DecodeCase
+
+EMULATOR = Path(__file__).parent / "emulator"
+FLAGS = ("-std=c++20", "-O1", "-shared", "-Xcompiler", "-fPIC,-w")
+PTR, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+MAGNITUDE, WEIGHTED, GIVEN, BY_TOKEN = range(4)
+
+
+def _without_launchers(source: str) -> str:
+    """Kernels of a .cu file as C++: no host functions, no launch bounds, shared memory by macro."""
+    source = source[: source.index("\n}  // namespace\n}  // namespace hs\n")]
+    source = re.sub(r'#include (<cudaTypedefs.h>|"hs/launch.h")\n', "", source)
+    source = re.sub(r"^(template <[^\n]*>\n)?cudaError_t .*?^}\n", "", source, flags=re.M | re.S)
+    source = re.sub(r"__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", "", source)
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+) (\w+)\[\];"
+    source = re.sub(dynamic, r"DYNAMIC_SHARED(\1, \2);", source)
+    return source + "\n}\n}\n"
+
+
+@cache
+def library(name: str) -> ctypes.CDLL:
+    """emulator/NAME.cpp with csrc/NAME.cu; raises BuildError without a compiler."""
+    kernels = _without_launchers((build.SOURCES / f"{name}.cu").read_text())
+    h = hashlib.sha256(kernels.encode())
+    headers = [*sorted(EMULATOR.rglob("*.*")), *sorted((build.SOURCES / "include").rglob("*.*h"))]
+    for path in headers:
+        h.update(path.read_bytes())
+    folder = build.BUILT.parent / "emulator" / h.hexdigest()[:16]
+    made = folder / f"{name}.so"
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.inc").write_text(kernels)
+        command = [str(build.find_compiler().path), *FLAGS]
+        command += [f"-I{EMULATOR}", f"-I{folder}", f"-I{build.SOURCES / 'include'}"]
+        partial = folder / f"{name}.partial.so"
+        command += [str(EMULATOR / f"{name}.cpp"), "-o", str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise build.BuildError(f"emulator/{name}.cpp: {done.stdout}{done.stderr}")
+        partial.replace(made)
+    return ctypes.CDLL(str(made))
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def decode_attention(
+    case: DecodeCase, columns: int, ctas: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """out [R, Hq, D] and lse [R, Hq]; what is not written is NaN. `seed` orders the warps."""
+    cache_, (rows, q_heads, head_dim) = case.cache, case.q.shape
+    heads, pages = cache_.heads, cache_.refs.shape[1]
+    arena = torch.empty(cache_.arena.numel() + 1024, dtype=torch.uint8)
+    start = -arena.data_ptr() % 1024
+    arena = arena[start : start + cache_.arena.numel()].copy_(cache_.arena)
+    refs, table = cache_.refs.contiguous(), case.page_table.contiguous()
+
+    def unset(*shape: int) -> Tensor:
+        return torch.full(shape, -1, dtype=torch.int32)
+
+    boundaries, first_pages, costs = unset(ctas + 1, 8), unset(ctas, 256), unset(max(1, rows))
+    partials, states = unset(2 * ctas, columns, head_dim), unset(2 * ctas, columns, 2)
+    out = torch.full_like(case.q, torch.nan)
+    lse = torch.full((rows, q_heads), torch.nan)
+    group = q_heads // heads
+    functions = library("decode")
+    functions.plan_decode.argtypes = [*6 * [PTR], *6 * [INT]]
+    functions.plan_decode.restype = None
+    types = [ctypes.c_uint, INT, INT, *12 * [PTR], *6 * [INT], ctypes.c_float]
+    functions.decode_attention.argtypes = types
+    functions.decode_attention.restype = ctypes.c_bool
+    pairs = heads * -(-group // columns)
+    inputs = (refs, table, case.seq_lens)
+    functions.plan_decode(
+        *map(_pointer, (*inputs, costs, boundaries, first_pages)),
+        *(rows, pages, heads, pairs, table.stride(0), ctas),
+    )
+    known = functions.decode_attention(
+        *(seed, head_dim, columns),
+        *map(_pointer, (case.q, arena, *inputs, boundaries, first_pages, cache_.means)),
+        *map(_pointer, (partials, states, out, lse)),
+        *(rows, pages, heads, group, table.stride(0), ctas, case.scale),
+    )
+    assert known, f"no instance for {head_dim} channels and {columns} columns"
+    assert bool((partials == -1).all() and (states == -1).all()), "a partial was left behind"
+    return out, lse
+
+
+def store_blocks(
+    blocks: Tensor,
+    side: Side,
+    arena: Tensor | None,
+    refs: Tensor | None,
+    rule: int = MAGNITUDE,
+    *,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
+    means: Tensor | None = None,
+    centered: bool = False,
+    losses: Tensor | None = None,
+) -> None:
+    """hs_store_blocks; with `losses` f32 [N, H] those alone. `weights`: of channels or tokens."""
+    function = library("compress").store_blocks
+    strided, flag = [PTR, *3 * [LONG]], ctypes.c_bool
+    function.argtypes = [INT, INT, INT, *strided, *4 * [PTR], flag, PTR, PTR, INT, INT]
+    function.restype = None
+    function(
+        *(blocks.shape[3], int(side), rule, blocks.data_ptr(), *blocks.stride()[:3]),
+        *map(_pointer, (keep, weights, arena, refs)),
+        *(centered or means is not None, _pointer(means), _pointer(losses)),
+        *blocks.shape[:2],
+    )
+
+
+def token_weights(keys: Tensor, query: Tensor) -> Tensor:
+    weights = torch.full(keys.shape[:3], torch.nan)
+    function = library("compress").token_weights
+    function.argtypes = [INT, PTR, *3 * [LONG], PTR, PTR, INT, INT]
+    function.restype = None
+    function(
+        *(keys.shape[3], keys.data_ptr(), *keys.stride()[:3]),
+        *(query.data_ptr(), weights.data_ptr(), *keys.shape[:2]),
+    )
+    return weights
+
+
+def store_compensated(
+    blocks: Tensor, arena: Tensor, refs: Tensor, weights: Tensor, factor: Tensor
+) -> None:
+    factor = factor.contiguous()  # torch's triangles are views
+    function = library("compensate").store_compensated
+    function.argtypes = [INT, PTR, *3 * [LONG], *4 * [PTR], INT, INT]
+    function.restype = None
+    function(
+        *(blocks.shape[3], blocks.data_ptr(), *blocks.stride()[:3]),
+        *map(_pointer, (weights, factor, arena, refs)),
+        *blocks.shape[:2],
+    )
+
+
+FORMATS = {
+    head_dim: BlockFormat(head_dim, "bfloat16" if head_dim == 128 else "float16")
+    for head_dim in (64, 128, 256)
+}

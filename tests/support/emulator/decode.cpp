@@ -1,0 +1,73 @@
+// Decode on the emulator: the plan's kernels one CTA at a time, attention with all CTAs at once.
+#include "device.h"
+#include "decode.inc"  // csrc/decode.cu without its launchers
+
+namespace {
+
+template <int D, int N, typename T>
+void attend(const hs::DecodeParams& params, int ctas) {
+  using Ring = hs::Ring<D, N, true>;
+  const hs::DenseMap source = {params.arena, D};
+  CUtensorMap map = {};
+  std::memcpy(&map, &source, sizeof(source));
+  launch_grid({static_cast<unsigned>(ctas)}, Ring::kThreads, Ring::kBytes, true,
+              [&] { hs::decode_kernel<D, N, T, true>(params, map); });
+}
+
+}  // namespace
+
+extern "C" void plan_decode(const int* refs, const int* page_table, const int* seq_lens, int* costs,
+                            int* boundaries, int* first_pages, int rows, int pages, int heads,
+                            int pairs_per_row, int table_stride, int ctas) {
+  using namespace hs;
+  const PlanParams p = {refs,  page_table, seq_lens,      costs,
+                        reinterpret_cast<Boundary*>(boundaries), first_pages,
+                        rows,  pages,      heads,         pairs_per_row,
+                        table_stride, ctas};
+  launch_grid({static_cast<unsigned>(rows)}, 256, 0, false, [&] { plan_costs(p); });
+  const std::size_t bytes = (rows + 1) * 12 + (ctas + 1) * 8 + 8;
+  launch_grid({1}, kPlanThreads, bytes, false, [&] { plan_boundaries(p); });
+  launch_grid({static_cast<unsigned>(ctas)}, kPlanThreads, 0, false, [&] { plan_blocks(p); });
+}
+
+// Gives false for a (head dim, columns) that has no instance here: bf16 at 128, f16 elsewhere.
+extern "C" bool decode_attention(unsigned seed, int head_dim, int columns, const void* q,
+                                 const std::uint8_t* arena, const int* refs, const int* page_table,
+                                 const int* seq_lens, const int* boundaries,
+                                 const int* first_pages, const void* means, float* partials,
+                                 float* states, void* out, float* lse, int rows, int pages,
+                                 int heads, int group, int table_stride, int ctas, float scale) {
+  using namespace hs;
+  chance.seed(seed);
+  const DecodeParams p = {q,
+                          arena,
+                          refs,
+                          page_table,
+                          seq_lens,
+                          reinterpret_cast<const Boundary*>(boundaries),
+                          first_pages,
+                          means,
+                          partials,
+                          reinterpret_cast<float2*>(states),
+                          out,
+                          lse,
+                          rows,
+                          pages,
+                          heads,
+                          group,
+                          (group + columns - 1) / columns,
+                          table_stride,
+                          scale * kLog2E};
+  if (head_dim == 128 && columns == 8) {
+    attend<128, 8, __nv_bfloat16>(p, ctas);
+  } else if (head_dim == 128 && columns == 24) {
+    attend<128, 24, __nv_bfloat16>(p, ctas);
+  } else if (head_dim == 64 && columns == 16) {
+    attend<64, 16, __half>(p, ctas);
+  } else if (head_dim == 256 && columns == 8) {
+    attend<256, 8, __half>(p, ctas);
+  } else {
+    return false;
+  }
+  return true;
+}
