@@ -7,6 +7,7 @@ import re
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def decode_attention(
     functions = library("decode")
     functions.plan_decode.argtypes = [*6 * [PTR], *6 * [INT]]
     functions.plan_decode.restype = None
-    types = [ctypes.c_uint, INT, INT, *12 * [PTR], *6 * [INT], ctypes.c_float]
+    types: list[Any] = [ctypes.c_uint, INT, INT, *12 * [PTR], *6 * [INT], ctypes.c_float]
     functions.decode_attention.argtypes = types
     functions.decode_attention.restype = ctypes.c_bool
     pairs = heads * -(-group // columns)
@@ -117,8 +118,8 @@ def store_blocks(
 ) -> None:
     """hs_store_blocks; with `losses` f32 [N, H] those alone. `weights`: of channels or tokens."""
     function = library("compress").store_blocks
-    strided, flag = [PTR, *3 * [LONG]], ctypes.c_bool
-    function.argtypes = [INT, INT, INT, *strided, *4 * [PTR], flag, PTR, PTR, INT, INT]
+    types: list[Any] = [INT, INT, INT, PTR, *3 * [LONG], *4 * [PTR], ctypes.c_bool]
+    function.argtypes = [*types, PTR, PTR, INT, INT]
     function.restype = None
     function(
         *(blocks.shape[3], int(side), rule, blocks.data_ptr(), *blocks.stride()[:3]),
@@ -152,6 +153,31 @@ def store_compensated(
         *map(_pointer, (weights, factor, arena, refs)),
         *blocks.shape[:2],
     )
+
+
+def store_tokens(
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    arena: Tensor,
+    refs: Tensor,
+    locations: Tensor,
+    permutation: Tensor | None,
+) -> Tensor:
+    """hs_store_tokens; gives the queries to attend with."""
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+    size = k.element_size()
+    function = library("refs").store_tokens
+    types: list[Any] = [*3 * [PTR, LONG, LONG], *3 * [PTR], LONG, *2 * [PTR], *4 * [INT]]
+    function.argtypes = types
+    function.restype = None
+    function(
+        *(y for x in (k, v, q) for y in (x.data_ptr(), x.stride(0) * size, x.stride(1) * size)),
+        *(out.data_ptr(), arena.data_ptr(), refs.data_ptr(), refs.stride(0)),
+        *(locations.data_ptr(), _pointer(permutation)),
+        *(k.shape[0], k.shape[1], q.shape[1], k.shape[2] * size),
+    )
+    return q if permutation is None else out
 
 
 FORMATS = {

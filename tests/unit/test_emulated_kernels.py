@@ -131,3 +131,21 @@ def test_kept_keys_take_over_what_is_pruned(fmt: BlockFormat) -> None:
     dense = torch.full(want.shape, True)
     reference.sparse_slots(dense, fmt, 2)[slot, head] = False
     assert torch.equal(got[dense], want[dense])
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_tokens_go_to_the_dense_block_of_their_page(fmt: BlockFormat, permuted: bool) -> None:
+    heads, tokens, dim = 2, 20, fmt.head_dim
+    keys = [[0, 0], [3, 4], [-2, 9], [12, 13]]
+    values = [[0, 0], [5, 6], [7, -3], [14, 15]]
+    refs = torch.tensor([keys, values], dtype=torch.int32)
+    locations = torch.randperm(4 * 64)[:tokens]
+    k, v = torch.randn(2, tokens, heads, 2 * dim).to(fmt.torch_dtype)[..., :dim]
+    q = torch.randn(tokens, 3 * heads, 2 * dim).to(fmt.torch_dtype)[..., :dim]
+    order = torch.stack([torch.randperm(dim) for _ in range(heads)]).int() if permuted else None
+    want = torch.full((3 * heads * fmt.superblock_bytes,), 0xFF, dtype=torch.uint8)
+    got = want.clone()
+    queries = emulated.store_tokens(k, v, q, got, refs, locations, order)
+    assert torch.equal(queries, ops.store_tokens(k, v, q, want, refs, locations, fmt, order))
+    assert torch.equal(got, want)
