@@ -25,34 +25,30 @@ _DIGITS: Final = 5
 def preset_numbers(
     rows: Sequence[Row], constants: ServerConstants, calibration: str, about: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One set for each pruner (and other constants) under which presets ran in a suite `kl`.
+    """One set for each pruner (and other constants) under which presets ran in a suite `kl`; of
+    several contexts the longest counts.
 
     `about` says of what the numbers are: model, text, device, date.
     """
     sets: dict[str, dict[str, Any]] = {}
     for row in rows:
+        kind, _, context = row.suite.partition("@")
         arm = _arm_of(row, constants, calibration)
-        if arm is None or arm.stock or not row.suite.startswith("kl@"):
+        if kind != "kl" or arm is None or arm.stock or row.decode is None:
             continue
-        if arm.policy.preset == "custom" or row.decode is None:
+        if arm.policy.preset == "custom":
             continue
         shaping = {name: getattr(arm.constants, name) for name in _SHAPING}
-        key = json.dumps([row.suite, shaping])
-        found = sets.setdefault(
-            key,
-            {
-                **about,
-                "suite": row.suite,
+        found = sets.setdefault(json.dumps(shaping), {**about, "constants": shaping, "presets": {}})
+        known = found["presets"].get(arm.policy.preset)
+        if known is None or known["context"] < int(context):
+            found["presets"][arm.policy.preset] = {
+                "context": int(context),
                 "documents": row.cases,
-                "constants": shaping,
-                "presets": {},
-            },
-        )
-        found["presets"][arm.policy.preset] = {
-            "kv_share": _rounded(row.kv_share),
-            "prefill": _part(row.prefill),
-            "decode": _part(row.decode),
-        }
+                "kv_share": _rounded(row.kv_share),
+                "prefill": _part(row.prefill),
+                "decode": _part(row.decode),
+            }
     return [found for found in sets.values() if len(found["presets"]) > 1]
 
 
@@ -67,8 +63,9 @@ def _arm_of(row: Row, constants: ServerConstants, calibration: str) -> Arm | Non
 def _part(part: Part | None) -> dict[str, float]:
     """Dense prefill is not measured: it is what the others are compared with."""
     if part is None:
-        return {"kl": 0.0, "nll_gain": 0.0, "agreement": 1.0}
+        return {"tokens": 0, "kl": 0.0, "nll_gain": 0.0, "agreement": 1.0}
     return {
+        "tokens": part.tokens,
         "kl": _rounded(part.kl),
         "nll_gain": _rounded(part.nll_gain),
         "agreement": _rounded(part.agreement),
@@ -98,20 +95,20 @@ def preset_table(sets: Sequence[Mapping[str, Any]]) -> str:
     for found in sets:
         constants = found["constants"]
         text += [
-            f"{found['model']}, {found['text']}, {found['suite']}, pruner `{constants['pruner']}`, "
+            f"{found['model']}, {found['text']}, pruner `{constants['pruner']}`, "
             f"segment {constants['segment']}, {found['device']}, {found['date']}:",
             "",
-            "| preset | KV of dense | prefill KL | prefill top-1 | decode KL | decode top-1 |",
-            "|---|---|---|---|---|---|",
+            "| preset | context | KV of dense | prefill KL | top-1 | decode KL | top-1 |",
+            "|---|---|---|---|---|---|---|",
         ]
         for name in PRESETS:
             if name in found["presets"]:
                 row = found["presets"][name]
                 prefill, decode = row["prefill"], row["decode"]
                 text.append(
-                    f"| `{name}` | {row['kv_share']:.3f} | {prefill['kl']:.4f} "
-                    f"| {prefill['agreement']:.3f} | {decode['kl']:.4f} "
-                    f"| {decode['agreement']:.3f} |"
+                    f"| `{name}` | {row['context']} | {row['kv_share']:.3f} "
+                    f"| {prefill['kl']:.4f} | {prefill['agreement']:.3f} "
+                    f"| {decode['kl']:.4f} | {decode['agreement']:.3f} |"
                 )
         text.append("")
     return "\n".join(text)

@@ -363,21 +363,24 @@ def test_presets_carry_what_was_measured_under_their_constants() -> None:
         record("copy@600", "balanced", "a", (0.2, 0.4)),
         record("kl@600", "max+pruner=unknown", "a", (0.2, 0.4)),
     ]
+    records += [record("kl@900", "light", "a", (0.02, 0.02), kv_bytes=80)]
+    records += [record("kl@300", "light", "a", (0.5, 0.5), kv_bytes=90)]
     (found,) = preset_numbers(rows_of(records), CONSTANTS, "", ABOUT)
     assert set(found["presets"]) == {"light", "max"}
-    assert found["constants"]["pruner"] == "magnitude" and found["suite"] == "kl@600"
+    assert found["constants"]["pruner"] == "magnitude" and found["model"] == "model"
     light = found["presets"]["light"]
     assert light["kv_share"] == 0.8 and light["prefill"]["kl"] == 0.0
-    assert light["decode"] == {"kl": 0.02, "nll_gain": 0.5, "agreement": 1.0}
+    assert light["context"] == 900
+    assert light["decode"] == {"tokens": 2, "kl": 0.02, "nll_gain": 0.5, "agreement": 1.0}
     table = preset_table([found])
-    assert "| `light` | 0.800 | 0.0000 | 1.000 | 0.0200 | 1.000 |" in table
-    assert "model, texts, kl@600, pruner `magnitude`" in table and "2026-01-01" in table
+    assert "| `light` | 900 | 0.800 | 0.0000 | 1.000 | 0.0200 | 1.000 |" in table
+    assert "model, texts, pruner `magnitude`" in table and "2026-01-01" in table
 
 
 def test_the_shipped_numbers_say_what_they_are_of() -> None:
     for found in shipped_presets():
         assert set(found["presets"]) <= set(PRESETS) and len(found["presets"]) > 1
-        assert all(found[name] for name in ("model", "text", "device", "date", "suite"))
+        assert all(found[name] for name in ("model", "text", "device", "date"))
         constants = replace(CONSTANTS, pruner=found["constants"]["pruner"])
         assert measured_presets(constants) == found
     assert measured_presets(replace(CONSTANTS, segment=128)) is None
