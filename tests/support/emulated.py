@@ -62,9 +62,10 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def decode_attention(
-    case: DecodeCase, columns: int, ctas: int, seed: int = 0
+    case: DecodeCase, columns: int, ctas: int, seed: int = 0, *, bulk: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """out [R, Hq, D] and lse [R, Hq]; what is not written is NaN. `seed` orders the warps."""
+    """out [R, Hq, D] and lse [R, Hq]; what is not written is NaN. `seed` orders the warps; `bulk`
+    is the kernel of sm_90, else that of sm_8x."""
     cache_, (rows, q_heads, head_dim) = case.cache, case.q.shape
     heads, pages = cache_.heads, cache_.refs.shape[1]
     arena = torch.empty(cache_.arena.numel() + 1024, dtype=torch.uint8)
@@ -83,7 +84,15 @@ def decode_attention(
     functions = library("decode")
     functions.plan_decode.argtypes = [*6 * [PTR], *6 * [INT]]
     functions.plan_decode.restype = None
-    types: list[Any] = [ctypes.c_uint, INT, INT, *12 * [PTR], *6 * [INT], ctypes.c_float]
+    types: list[Any] = [
+        ctypes.c_uint,
+        ctypes.c_bool,
+        INT,
+        INT,
+        *12 * [PTR],
+        *6 * [INT],
+        ctypes.c_float,
+    ]
     functions.decode_attention.argtypes = types
     functions.decode_attention.restype = ctypes.c_bool
     pairs = heads * -(-group // columns)
@@ -93,7 +102,7 @@ def decode_attention(
         *(rows, pages, heads, pairs, table.stride(0), ctas),
     )
     known = functions.decode_attention(
-        *(seed, head_dim, columns),
+        *(seed, bulk, head_dim, columns),
         *map(_pointer, (case.q, arena, *inputs, boundaries, first_pages, cache_.means)),
         *map(_pointer, (partials, states, out, lse)),
         *(rows, pages, heads, group, table.stride(0), ctas, case.scale),

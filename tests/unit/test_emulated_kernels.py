@@ -37,21 +37,37 @@ DECODE = [
 ]
 
 
+def check_decode(
+    kind: tuple[int, int],
+    group: int,
+    lengths: Sequence[int],
+    ctas: int,
+    means: bool,
+    bulk: bool = True,
+) -> None:
+    fmt, columns = emulated.FORMATS[kind[0]], kind[1]
+    case = build_decode_case(fmt, heads=2, group=group, lengths=lengths, share=(0.5, 0.7))
+    if means:
+        case = replace(case, cache=with_means(case.cache))
+    want, want_lse = naive_decode(case)
+    results = [emulated.decode_attention(case, columns, ctas, seed, bulk=bulk) for seed in (1, 2)]
+    for out, lse in results:
+        assert_close("out", out, want)
+        assert_close("lse", lse, want_lse, 2e-3)
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
 @pytest.mark.parametrize("means", [False, True])
 @pytest.mark.parametrize("kind, group, lengths, ctas", DECODE, ids=str)
 def test_decode_agrees_whatever_the_order_of_warps(
     kind: tuple[int, int], group: int, lengths: Sequence[int], ctas: int, means: bool
 ) -> None:
-    fmt = emulated.FORMATS[kind[0]]
-    case = build_decode_case(fmt, heads=2, group=group, lengths=lengths, share=(0.5, 0.7))
-    if means:
-        case = replace(case, cache=with_means(case.cache))
-    want, want_lse = naive_decode(case)
-    results = [emulated.decode_attention(case, kind[1], ctas, seed) for seed in (1, 2)]
-    for out, lse in results:
-        assert_close("out", out, want)
-        assert_close("lse", lse, want_lse, 2e-3)
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    check_decode(kind, group, lengths, ctas, means)
+
+
+@pytest.mark.parametrize("kind, group", [((128, 8), 4), ((64, 16), 12), ((256, 8), 3)], ids=str)
+def test_decode_agrees_with_the_copies_of_ampere(kind: tuple[int, int], group: int) -> None:
+    check_decode(kind, group, [330, 64, 200], ctas=3, means=True, bulk=False)
 
 
 def random_blocks(fmt: BlockFormat, n: int, heads: int) -> Tensor:

@@ -4,14 +4,30 @@
 
 namespace {
 
-template <int D, int N, typename T>
+template <int D, int N, typename T, bool kBulk>
 void attend(const hs::DecodeParams& params, int ctas) {
-  using Ring = hs::Ring<D, N, true>;
+  using Ring = hs::Ring<D, N, kBulk>;
   const hs::DenseMap source = {params.arena, D};
   CUtensorMap map = {};
   std::memcpy(&map, &source, sizeof(source));
   launch_grid({static_cast<unsigned>(ctas)}, Ring::kThreads, Ring::kBytes, true,
-              [&] { hs::decode_kernel<D, N, T, true>(params, map); });
+              [&] { hs::decode_kernel<D, N, T, kBulk>(params, map); });
+}
+
+template <bool kBulk>
+bool attend_any(int head_dim, int columns, const hs::DecodeParams& p, int ctas) {
+  if (head_dim == 128 && columns == 8) {
+    attend<128, 8, __nv_bfloat16, kBulk>(p, ctas);
+  } else if (head_dim == 128 && columns == 24) {
+    attend<128, 24, __nv_bfloat16, kBulk>(p, ctas);
+  } else if (head_dim == 64 && columns == 16) {
+    attend<64, 16, __half, kBulk>(p, ctas);
+  } else if (head_dim == 256 && columns == 8) {
+    attend<256, 8, __half, kBulk>(p, ctas);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -31,7 +47,8 @@ extern "C" void plan_decode(const int* refs, const int* page_table, const int* s
 }
 
 // Gives false for a (head dim, columns) that has no instance here: bf16 at 128, f16 elsewhere.
-extern "C" bool decode_attention(unsigned seed, int head_dim, int columns, const void* q,
+// `bulk`: with the copies of Hopper, else of Ampere.
+extern "C" bool decode_attention(unsigned seed, bool bulk, int head_dim, int columns, const void* q,
                                  const std::uint8_t* arena, const int* refs, const int* page_table,
                                  const int* seq_lens, const int* boundaries,
                                  const int* first_pages, const void* means, float* partials,
@@ -58,16 +75,6 @@ extern "C" bool decode_attention(unsigned seed, int head_dim, int columns, const
                           (group + columns - 1) / columns,
                           table_stride,
                           scale * kLog2E};
-  if (head_dim == 128 && columns == 8) {
-    attend<128, 8, __nv_bfloat16>(p, ctas);
-  } else if (head_dim == 128 && columns == 24) {
-    attend<128, 24, __nv_bfloat16>(p, ctas);
-  } else if (head_dim == 64 && columns == 16) {
-    attend<64, 16, __half>(p, ctas);
-  } else if (head_dim == 256 && columns == 8) {
-    attend<256, 8, __half>(p, ctas);
-  } else {
-    return false;
-  }
-  return true;
+  return bulk ? attend_any<true>(head_dim, columns, p, ctas)
+              : attend_any<false>(head_dim, columns, p, ctas);
 }

@@ -78,6 +78,8 @@ struct Fiber {
   Warp* warp = nullptr;
   int thread = 0, lane = 0;
   bool done = false;
+  // Groups of this thread's own copies, the last one open.
+  std::vector<std::vector<std::function<void()>>> groups = {{}};
 };
 
 static Fiber* current;

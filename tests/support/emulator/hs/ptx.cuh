@@ -146,11 +146,20 @@ struct Mma {
 
 // --- copies --------------------------------------------------------------------------------------
 
-inline void copy_async_16(std::uint32_t, const void*) { fail("not of this target"); }
-inline void commit_copies() { fail("not of this target"); }
+// Ampere's land as late as they may: when their thread waits for their group.
+inline void copy_async_16(std::uint32_t to, const void* from) {
+  if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) fail("bad alignment");
+  unsigned char* at = at_shared(to);
+  std::memset(at, 0xff, 16);
+  current->groups.back().push_back([=] { std::memcpy(at, from, 16); });
+}
+inline void commit_copies() { current->groups.push_back({}); }
 template <int kPending>
 inline void wait_copies() {
-  fail("not of this target");
+  while (current->groups.size() > kPending + 1) {
+    for (const auto& land : current->groups.front()) land();
+    current->groups.erase(current->groups.begin());
+  }
 }
 
 inline void barrier_init(std::uint32_t barrier, std::uint32_t arrivals) {
