@@ -203,3 +203,21 @@ def test_the_other_routes(server: ServerProcess) -> None:
 
 def test_zz_sigterm_ends_the_server_with_code_zero(server: ServerProcess) -> None:
     assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rid": "eval-0"},
+        {"custom_params": {"tap_folder": "/tmp"}},
+        {"sampling_params": {"max_new_tokens": 1, "custom_params": {"tap_folder": "/tmp"}}},
+        {"tap_folder": "/tmp"},
+    ],
+)
+def test_a_request_cannot_ask_for_the_evaluations_tap(
+    server: ServerProcess, field: dict[str, Any]
+) -> None:
+    """It finds its jobs by a request's id, in a folder that its process target is given."""
+    response = server.client.post("/generate", json=body("/generate") | field)
+    assert response.status_code == 400, response.text
+    assert next(iter(field)) in response.text or "custom_params" in response.text
