@@ -160,6 +160,24 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path, tiny: Path) -
     assert "folder" in refusal("--model", "hub/name", *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--model", "hub/name"], "no folder on this disk"),
+        (["--output", "./no-such-folder/file"], "no-such-folder is no folder"),
+        (["--text", "./no-such-text"], "cannot read"),
+        (["--tokens", "10"], "at least 512"),
+        (["--device", "tpu"], "auto, cpu, cuda"),
+    ],
+)
+def test_a_calibration_that_cannot_be_made_is_refused_at_once(
+    tiny: Path, words: list[str], named: str
+) -> None:
+    result = invoke("calibrate", "--device", "cpu", "--model", str(tiny), *words)
+    assert result.exit_code == 2
+    assert named in result.stderr
+
+
 def test_what_cannot_be_stored_is_simulated_and_not_served() -> None:
     assert "hs-runtime eval" in refusal("--pruner", "unstructured")
 
