@@ -15,6 +15,7 @@ from hs_runtime.config import (
     DEMO_MODEL,
     PLUGIN_FILTER_VARIABLE,
     PLUGIN_NAME,
+    PREFILL_KERNELS,
     ConfigError,
     RuntimeConfig,
     cache_dir,
@@ -95,6 +96,10 @@ def serve(
         Path | None,
         typer.Option(help="File of `hs-runtime calibrate`. Default: the one beside the model."),
     ] = None,
+    prefill_kernel: Annotated[
+        str,
+        typer.Option(help=f"How prefill reads sparse blocks: {' | '.join(PREFILL_KERNELS)}."),
+    ] = "auto",
     kv_cache: Annotated[
         str, typer.Option(help="Size of the KV cache, e.g. 40GiB. Default: what memory allows.")
     ] = "",
@@ -129,6 +134,7 @@ def serve(
             cors_origins=tuple(cors_origin or ()),
             drain_seconds=drain_seconds,
             kv_cache_bytes=_size_bytes(kv_cache) if kv_cache else 0,
+            prefill_kernel=prefill_kernel,
         )
         read_api_key(config.api_key_file)  # a missing key is found before the model loads
         config, plan = _resolve(

@@ -23,6 +23,7 @@ BACKEND_NAME: Final = "hierasparse"
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hierasparse"
 FAULTS: Final = ("compression", "device")
+PREFILL_KERNELS: Final = ("auto", "expanded", "sparse")
 DEMO_MODEL: Final = "demo"
 
 
@@ -92,7 +93,9 @@ class RuntimeConfig:
     `check_ranks` compares what the tensor-parallel ranks count after every batch (slow: for tests).
     `injected_fault` is for tests too: "compression:7" lets every seventh compression of a batch
     fail, "device:7" as if the device had. `drain_seconds` bounds how long a stopping server waits
-    for its requests.
+    for its requests. `prefill_kernel`: "expanded" unpacks the sparse blocks that prefill reads and
+    attends with a dense kernel, "sparse" reads them where they lie, "auto" takes what was measured
+    to be faster on the device.
     """
 
     constants: ServerConstants = field(default_factory=ServerConstants)
@@ -112,6 +115,7 @@ class RuntimeConfig:
     check_integrity_always: bool = False
     check_ranks: bool = False
     injected_fault: str = ""
+    prefill_kernel: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.model_path:
@@ -133,6 +137,10 @@ class RuntimeConfig:
         if self.injected_fault and (kind not in FAULTS or not period.isdecimal() or period == "0"):
             raise ConfigError(
                 f"injected_fault: {self.injected_fault!r} ({' or '.join(FAULTS)}, ':', a number)"
+            )
+        if self.prefill_kernel not in PREFILL_KERNELS:
+            raise ConfigError(
+                f"prefill_kernel: {self.prefill_kernel!r} (choose {', '.join(PREFILL_KERNELS)})"
             )
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):

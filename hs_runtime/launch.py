@@ -16,11 +16,13 @@ from hs_runtime.device import Device
 GPU_CHUNK: Final = 32768
 CPU_CHUNK: Final = 2048
 PAGE: Final = 64
+EXPANDED_PAGES: Final = 4096  # of one layer that prefill unpacks at once, or those of one request
 
 _GIB: Final = 1 << 30
 _CPU_CACHE_BYTES: Final = 2 * _GIB  # 40 thousand dense float32 tokens of the demonstration model
 _CPU_MAX_REQUESTS: Final = 16
 _UNKNOWN_MODEL_TOKEN_BYTES: Final = 256 << 10  # above that of a dense 70B model on two GPUs
+_UNKNOWN_MODEL_EXPANDED_BYTES: Final = _GIB  # 4,096 pages of 8 kv heads of 128 channels
 _LEAST_RESERVE_BYTES: Final = 4 * _GIB
 _LEAST_FRACTION: Final = 0.3
 _GRAPH_BYTES_PER_REQUEST: Final = 2 << 20  # SGLang's own estimate
@@ -94,7 +96,8 @@ def plan_launch(
     }
     if on_gpu and passed_value(passed, "--mem-fraction-static") is None:
         ranks = _whole(passed, 1, "--tp-size", "--tp", "--tensor-parallel-size")
-        reserve = reserve_bytes(model_config, chunk, ranks)
+        context = _whole(passed, 0, "--context-length")
+        reserve = reserve_bytes(model_config, chunk, ranks, context)
         defaults["--mem-fraction-static"] = f"{memory_fraction(device, reserve, chunk):.3f}"
     if not on_gpu:
         # float32 is what the reference operators compute in; SGLang would choose bfloat16.
@@ -126,13 +129,32 @@ def memory_fraction(device: Device, reserve: int, chunk: int) -> float:
     return fraction
 
 
-def reserve_bytes(model_config: Mapping[str, Any] | None, chunk: int, ranks: int) -> int:
-    """Device memory of one rank to keep free for activations, sampling and CUDA graphs."""
+def reserve_bytes(
+    model_config: Mapping[str, Any] | None, chunk: int, ranks: int, context: int = 0
+) -> int:
+    """Device memory of one rank to keep free for activations, sampling, CUDA graphs and unpacked
+    pages. `context` is the longest request in tokens; 0 is the model's."""
     vocabulary = int((model_config or {}).get("vocab_size", 256 << 10))
     sampling = 3 * 4 * vocabulary * _GRAPH_REQUESTS  # float32 logits, probabilities, sorted
     graphs = _GRAPH_BYTES_PER_REQUEST * _GRAPH_REQUESTS
     activations = int(_SLACK * chunk * token_bytes(model_config, ranks))
-    return max(_LEAST_RESERVE_BYTES, activations + sampling + graphs)
+    unpacked = expanded_bytes(model_config, ranks, context)
+    return max(_LEAST_RESERVE_BYTES, activations + sampling + graphs + unpacked)
+
+
+def expanded_bytes(model_config: Mapping[str, Any] | None, ranks: int, context: int) -> int:
+    """The most that prefill unpacks at once on one rank: K and V of `EXPANDED_PAGES`, or of the
+    longest request if that has more."""
+    config = model_config or {}
+    try:
+        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        hidden, all_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or hidden // all_heads)
+        context = context or int(config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError):
+        return _UNKNOWN_MODEL_EXPANDED_BYTES
+    pages = max(EXPANDED_PAGES, -(-context // PAGE))
+    return 2 * pages * PAGE * max(1, heads // ranks) * head_dim * 2
 
 
 def token_bytes(model_config: Mapping[str, Any] | None, ranks: int) -> int:

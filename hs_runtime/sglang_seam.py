@@ -601,7 +601,21 @@ def create_backend(runner: Any) -> Any:
         q_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
         max_rows=runner.req_to_token_pool.size,
         permutation=calibration.permutation if calibration else None,
+        expanded_pages=_expanded_pages(config.prefill_kernel, pool.block_pool),
     )
+
+
+def _expanded_pages(kernel: str, pool: Any) -> int:
+    """How many pages prefill unpacks at once; 0 where it reads sparse blocks as they lie."""
+    from hs_runtime.launch import EXPANDED_PAGES
+
+    if kernel == "sparse" and pool.device.type == "cuda" and pool.means is not None:
+        raise StartupRefused(
+            "prefill_kernel 'sparse' has no kernel that adds the block means of this pruner "
+            "(choose 'auto' or 'expanded')"
+        )
+    expands = kernel == "expanded" or (kernel == "auto" and pool.device.type == "cuda")
+    return EXPANDED_PAGES if expands else 0
 
 
 def _calibration_of_rank(config: RuntimeConfig, model_path: str, pool: Any) -> Any:

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from hs_kernels import ops
 from hs_kernels.block_format import Side
-from hs_runtime.attention.plan import AttnPlan, BatchCompressor, ExtendTensors
+from hs_runtime.attention.plan import (
+    AttnPlan,
+    BatchCompressor,
+    ExpandedPlan,
+    ExtendTensors,
+    build_expanded_plans,
+)
 from hs_runtime.pool.kv_pool import HieraKVPool
 
 
@@ -50,7 +56,8 @@ class HieraAttnBackend(AttentionBackend):
     """Attention over mixed blocks. Plans come from the scheduler through the pool.
 
     With `permutation` int32 [layers, Hkv, D] the channels of Q and K are reordered as they come, so
-    K lies in the cache in that order, dense blocks included, and scores are what they were.
+    K lies in the cache in that order, dense blocks included, and scores are what they were. With
+    `expanded_pages` prefill unpacks what it reads and attends densely, so many pages at a time.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class HieraAttnBackend(AttentionBackend):
         q_heads: int,
         max_rows: int,
         permutation: Tensor | None = None,
+        expanded_pages: int = 0,
     ) -> None:
         super().__init__()
         self.token_to_kv_pool, self.req_to_token_pool = pool, req_to_token_pool
@@ -71,6 +79,8 @@ class HieraAttnBackend(AttentionBackend):
         self.decode: _DecodeBuffers | None = None
         self._on_cuda = self.pool.device.type == "cuda"
         self._dense_attention = _hopper_dense_attention() if self._on_cuda else None
+        self._expanded_pages = expanded_pages
+        self._expanded: list[ExpandedPlan] = []
         self._allocate(max_rows)
 
     def _allocate(self, rows: int) -> None:
@@ -109,7 +119,11 @@ class HieraAttnBackend(AttentionBackend):
             self.pool.apply(plan.operations, self.compressor.convert)
             if plan.prefill is not None:
                 self.compressor.begin(plan.prefill.groups)
-        self.plan = plan
+        self.plan, self._expanded = plan, []
+        if self._expanded_pages and plan.prefill is not None and any(plan.prefill.sparse):
+            self._expanded = build_expanded_plans(
+                plan.prefill.rows, self.pool.heads, self._expanded_pages, self.pool.device
+            )
         if decoding:
             self._fill(forward_batch.batch_size, plan, forward_batch.req_pool_indices[:rows])
 
@@ -172,6 +186,8 @@ class HieraAttnBackend(AttentionBackend):
         self.compressor.apply(index, k, v)
         if self._dense_attention is not None and not any(plan.sparse):
             out = self._attend_dense(index, q, k, v, plan, layer.scaling)
+        elif self._expanded:
+            out = self._attend_expanded(index, q, k, v, layer.scaling)
         else:
             out, _ = ops.prefill_attention(
                 q,
@@ -187,6 +203,32 @@ class HieraAttnBackend(AttentionBackend):
                 means=pool.means_of(index, Side.V),
             )
         return out.reshape(out.shape[0], -1)
+
+    def _attend_expanded(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Unpacks what the queries read, then attends with the dense kernel, which on Hopper is
+        faster than the sparse ones (csrc/PREFILL_NOTES.md)."""
+        pool, fmt = self.pool, self.pool.format
+        outs = []
+        for plan in self._expanded:
+            sources = plan.sources(pool.refs[index])
+            scratch = ops.expand_blocks(
+                pool.arena[index], sources, fmt, pool.means_of(index, Side.V)
+            )
+            own = plan.tokens
+            out, _ = ops.prefill_attention(
+                q[own],
+                k[own],
+                v[own],
+                scratch,
+                plan.refs,
+                plan.attention,
+                scale,
+                fmt,
+                sparse_k=False,
+                sparse_v=False,
+            )
+            outs.append(out)
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _attend_dense(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: ExtendTensors, scale: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,7 @@ class ExtendTensors:
     groups: Sequence[Any]
     writes: tuple[SideWrites, SideWrites]
     sparse: tuple[bool, bool]
+    rows: Sequence[ExtendRow]
     bounds: list[int]  # cu_seqlens on the host
     prefixes: list[int]  # prefix_lens on the host
 
@@ -106,27 +107,13 @@ def build_extend_plan(
 ) -> AttnPlan:
     """Lists into tensors. `groups` are the compressor's, passed through unread."""
 
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
-
-    def padded(lists: Sequence[Sequence[int]]) -> Tensor:
-        width = max(1, max((len(x) for x in lists), default=0))
-        return ints([v for x in lists for v in (*x, *[0] * (width - len(x)))]).view(-1, width)
-
-    bounds, tiles = [0], [0]
+    bounds = [0]
     for row in rows:
         if len(row.frontiers) != tile_count(row.start, row.end):
             raise ValueError(f"{len(row.frontiers)} frontiers for rows [{row.start}, {row.end})")
         bounds.append(bounds[-1] + row.end - row.start)
-        tiles.append(tiles[-1] + len(row.frontiers))
-    prefill = PrefillPlan(
-        cu_seqlens=ints(bounds),
-        prefix_lens=ints([row.start for row in rows]),
-        page_table=padded([row.pages for row in rows]),
-        tail_first=ints([row.tail_first for row in rows]),
-        tail_slots=padded([slots for row in rows for slots in row.tail]).view(len(rows), 2, -1),
-        tile_offsets=ints(tiles),
-        frontiers=ints([f for row in rows for f in row.frontiers]),
+    prefill = _prefill_plan(
+        rows, [row.pages for row in rows], [slots for row in rows for slots in row.tail], device
     )
     places: tuple[list[tuple[int, int, int, int]], ...] = ([], [])
     for row, first in zip(rows, bounds, strict=False):
@@ -135,9 +122,112 @@ def build_extend_plan(
             places[side].append((first + lo - row.start, hi - lo, slot, lo - p * page))
     k, v = (_side_writes(places[side], page, device) for side in Side)
     prefixes = [row.start for row in rows]
-    tensors = ExtendTensors(prefill, groups, (k, v), sparse, bounds, prefixes)
+    tensors = ExtendTensors(prefill, groups, (k, v), sparse, rows, bounds, prefixes)
     longest = max(row.end for row in rows)
     return AttnPlan(operations, len(rows), prefill=tensors, longest=longest)
+
+
+def _ints(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _prefill_plan(
+    rows: Sequence[ExtendRow],
+    pages: Sequence[Sequence[int]],
+    tails: Sequence[Sequence[int]],
+    device: torch.device,
+) -> PrefillPlan:
+    """`pages` of each row; `tails`, K's slots and V's, of each row."""
+
+    def padded(lists: Sequence[Sequence[int]]) -> Tensor:
+        width = max(1, max((len(x) for x in lists), default=0))
+        flat = [v for x in lists for v in (*x, *[0] * (width - len(x)))]
+        return _ints(flat, device).view(-1, width)
+
+    lengths = [row.end - row.start for row in rows]
+    return PrefillPlan(
+        cu_seqlens=_ints([0, *accumulate(lengths)], device),
+        prefix_lens=_ints([row.start for row in rows], device),
+        page_table=padded(pages),
+        tail_first=_ints([row.tail_first for row in rows], device),
+        tail_slots=padded(tails).view(len(rows), 2, -1),
+        tile_offsets=_ints([0, *accumulate(len(row.frontiers) for row in rows)], device),
+        frontiers=_ints([f for row in rows for f in row.frontiers], device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedPlan:
+    """Rows of a batch whose pages are unpacked into a scratch arena, where all is dense.
+
+    `tokens` are their rows of Q. The scratch blocks of each side are those of `pages` int64 [N] and
+    then the dense slots `tails` int32 [2, T]; `attention` and `refs` int32 [2, N + T, Hkv] speak of
+    the scratch arena (`ops.expand_blocks`).
+    """
+
+    tokens: slice
+    pages: Tensor
+    tails: Tensor
+    attention: PrefillPlan
+    refs: Tensor
+
+    def sources(self, refs: Tensor) -> Tensor:
+        """int32 [2, N + T, Hkv]: where the blocks lie now, by refs int32 [2, P, Hkv] of a layer."""
+        tails = self.tails[:, :, None].expand(-1, -1, refs.shape[2])
+        return torch.cat([refs[:, self.pages], tails], dim=1)
+
+
+def build_expanded_plans(
+    rows: Sequence[ExtendRow], heads: int, at_once: int, device: torch.device
+) -> list[ExpandedPlan]:
+    """In row order, with at most `at_once` pages or one row in each, which bounds the scratch."""
+    plans: list[ExpandedPlan] = []
+    chosen: list[ExtendRow] = []
+    begin = count = 0
+
+    def close() -> None:
+        nonlocal begin, count
+        if chosen:
+            plans.append(_expanded_plan(chosen, begin, heads, device))
+            begin = plans[-1].tokens.stop
+        chosen.clear()
+        count = 0
+
+    for row in rows:
+        size = max(row.frontiers) + len(row.tail[0])
+        if count + size > at_once:
+            close()
+        chosen.append(row)
+        count += size
+    close()
+    return plans
+
+
+def _expanded_plan(
+    rows: Sequence[ExtendRow], begin: int, heads: int, device: torch.device
+) -> ExpandedPlan:
+    visible = [row.pages[: max(row.frontiers)] for row in rows]  # by any query of the row
+    pages = [page for each in visible for page in each]
+    tails = [[slot for row in rows for slot in row.tail[side]] for side in Side]
+    blocks = len(pages) + len(tails[0])
+    first_page = [0, *accumulate(map(len, visible))]
+    first_tail = [*accumulate((len(row.tail[0]) for row in rows), initial=len(pages))]
+    tables = [
+        range(first, first + len(each)) for first, each in zip(first_page, visible, strict=False)
+    ]
+    tail_slots = [
+        range(1 + side * blocks + first, 1 + side * blocks + first + len(row.tail[side]))
+        for row, first in zip(rows, first_tail, strict=False)
+        for side in Side
+    ]
+    slots = torch.arange(1, 1 + 2 * blocks, dtype=torch.int32, device=device)
+    return ExpandedPlan(
+        tokens=slice(begin, begin + sum(row.end - row.start for row in rows)),
+        pages=torch.tensor(pages, dtype=torch.long).to(device, non_blocking=True),
+        tails=_ints([*tails[Side.K], *tails[Side.V]], device).view(2, -1),
+        attention=_prefill_plan(rows, tables, tail_slots, device),
+        refs=slots.view(2, blocks, 1).expand(-1, -1, heads).contiguous(),
+    )
 
 
 def _side_writes(

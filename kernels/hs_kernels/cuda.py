@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "hs_copy_slots": [_P, _P, _P, _I, _I, _L, _P],
     "hs_store_tokens": [*3 * [_P, _L, _L], *3 * [_P], _L, *2 * [_P], *4 * [_I], _P],
     "hs_merge_states": [*4 * [_P], _I, _L, _I, _P],
+    "hs_expand_blocks": [_I, _I, *4 * [_P], _I, _I, _P],
     "hs_permute_channels": [_I, _P, _L, _P, _L, _P, _L, _I, _I, _P],
 }
 _DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1}
@@ -548,6 +549,29 @@ def _(
 
 
 # --- the rest -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("hierasparse::expand_blocks", mutates_args=())
+def expand_blocks(
+    arena: Tensor, refs: Tensor, head_dim: int, dtype: torch.dtype, means: Tensor | None
+) -> Tensor:
+    _, blocks, heads = refs.shape
+    slot_bytes = heads * 64 * head_dim * dtype.itemsize
+    out = torch.empty((1 + 2 * blocks) * slot_bytes, dtype=torch.uint8, device=arena.device)
+    launch(
+        arena.device,
+        "hs_expand_blocks",
+        *(dtype_code(dtype), head_dim, *map(pointer, (arena, refs, means, out)), blocks, heads),
+    )
+    return out
+
+
+@expand_blocks.register_fake
+def _(
+    arena: Tensor, refs: Tensor, head_dim: int, dtype: torch.dtype, means: Tensor | None
+) -> Tensor:
+    _, blocks, heads = refs.shape
+    return arena.new_empty((1 + 2 * blocks) * heads * 64 * head_dim * dtype.itemsize)
 
 
 @torch.library.custom_op("hierasparse::merge_states", mutates_args=())

@@ -27,6 +27,7 @@ __all__ = [
     "copy_slots",
     "decode_attention",
     "decode_workspace",
+    "expand_blocks",
     "merge_states",
     "permute_channels",
     "plan_decode",
@@ -358,7 +359,9 @@ def prefill_attention(
 
         _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
         if means is not None:
-            raise NotImplementedError("prefill attention has no kernel with block means yet")
+            raise NotImplementedError(
+                "prefill attention has no kernel that adds block means: unpack with expand_blocks first"
+            )
         result: tuple[Tensor, Tensor] = cuda.prefill_attention(
             *(q, k, v, arena, refs, plan.cu_seqlens, plan.prefix_lens, plan.page_table),
             *(plan.tail_first, plan.tail_slots, plan.tile_offsets, plan.frontiers),
@@ -367,6 +370,41 @@ def prefill_attention(
         return result
     _require_cpu("prefill_attention", arena)
     return reference.prefill_attention(q, k, v, arena, refs, plan, scale, fmt, means)
+
+
+def expand_blocks(
+    arena: Tensor, refs: Tensor, fmt: BlockFormat, means: Tensor | None = None
+) -> Tensor:
+    """A scratch arena of dense slots: block n of side s of refs int32 [2, N, Hkv], of either kind,
+    is unpacked into slot 1 + s * N + n. uint8 [(1 + 2 N) * Hkv * dense_bytes]; slot 0 is not
+    written.
+
+    With `means` [sparse slots, Hkv, D] a sparse V block comes with its mean added, rounded to the
+    format's dtype. Then a dense kernel computes what a sparse one would, from more bytes.
+    """
+    _check(refs.dim() == 3 and refs.shape[0] == 2, f"refs are {list(refs.shape)}, not [2, N, Hkv]")
+    _check(refs.dtype == torch.int32, f"refs are {refs.dtype}, not int32")
+    _check_arena(arena)
+    _check_means(means, refs, fmt)
+    _check_devices(arena, refs=refs)
+    if arena.is_cuda:
+        from hs_kernels import cuda
+
+        result: Tensor = cuda.expand_blocks(
+            arena, refs.contiguous(), fmt.head_dim, fmt.torch_dtype, means
+        )
+        return result
+    _require_cpu("expand_blocks", arena)
+    _, blocks, heads = refs.shape
+    out = torch.zeros((1 + 2 * blocks) * heads * fmt.dense_bytes, dtype=torch.uint8)
+    slots = reference.dense_slots(out, fmt, heads)
+    for side in Side:
+        of_side = means if side == Side.V else None
+        pages = reference.load_pages(arena, refs[side], side, fmt, of_side)
+        first = 1 + side * blocks
+        expanded = pages.view(heads, blocks, fmt.block_size, fmt.head_dim).transpose(0, 1)
+        slots[first : first + blocks] = expanded.to(fmt.torch_dtype)
+    return out
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ boundary, and answers are long enough for pages and segments to leave the window
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hs_runtime.policies import PRESETS
@@ -89,3 +91,20 @@ def test_prompt_log_probabilities_are_those_of_the_rules(
         pairs = zip(got.prompt_logprobs, want.prompt_logprobs[first:], strict=True)
         worst = max(abs(a - b) for a, b in pairs)
         assert worst < TOLERANCE, f"{case}: prompt log-probabilities off by {worst:.2g}"
+
+
+@pytest.mark.parametrize("name", ["balanced", "max", "thirds_then_more", "half_then_all"])
+def test_prefill_that_unpacks_what_it_reads_answers_by_the_rules(
+    engines: Engines, golden: Golden, small: EngineOptions, name: str
+) -> None:
+    """Several requests in a chunk, cold and with cached prefixes."""
+    options = replace(small, chunk=512, runtime=(("prefill_kernel", "expanded"),))
+    engine, chosen = engines.get(options), POLICIES[name]
+    engine.flush()
+    prompts = [golden.prompt(options, [chosen], length, max_new=24) for length in (700, 321, 900)]
+    for case in ("cold", "warm"):
+        answers = engine.run(*(Ask(prompt, chosen, 24) for prompt in prompts))
+        for prompt, got in zip(prompts, answers, strict=True):
+            want = golden.answer(options, chosen, prompt, 24)
+            assert_answer(f"{case}, {len(prompt)} tokens", got, want)
+        assert (sum(got.cached for got in answers) > 0) == (case == "warm")

@@ -6,7 +6,7 @@ import pytest
 
 from hs_runtime.config import ConfigError
 from hs_runtime.device import Device
-from hs_runtime.launch import passed_value, plan_launch, reserve_bytes, token_bytes
+from hs_runtime.launch import expanded_bytes, passed_value, plan_launch, reserve_bytes, token_bytes
 
 GIB = 1 << 30
 CPU = Device("cpu", "a CPU", total_bytes=64 * GIB, free_bytes=40 * GIB)
@@ -66,6 +66,15 @@ def test_the_reserve_grows_with_the_chunk_and_shrinks_with_the_ranks() -> None:
     assert reserve_bytes(LLAMA_8B, 65536, 1) > reserve_bytes(LLAMA_8B, 32768, 1)
     assert token_bytes(LLAMA_8B, 2) < token_bytes(LLAMA_8B, 1)
     assert token_bytes({"hidden_size": "?"}, 1) == token_bytes(None, 1) > token_bytes(LLAMA_8B, 1)
+
+
+def test_the_reserve_holds_the_pages_that_prefill_unpacks() -> None:
+    """K and V of 4,096 pages of 8 heads of 128 channels are 1 GiB; a longer request needs its own."""
+    assert expanded_bytes(LLAMA_8B, 1, 131072) == expanded_bytes({}, 1, 0) == GIB
+    assert expanded_bytes(LLAMA_8B, 2, 131072) == GIB // 2
+    assert expanded_bytes(LLAMA_8B, 1, 1 << 20) == 4 * GIB
+    more = reserve_bytes(LLAMA_8B, 32768, 1, 1 << 20) - reserve_bytes(LLAMA_8B, 32768, 1, 131072)
+    assert more == 3 * GIB
 
 
 def test_a_token_of_an_8b_model_is_counted_by_its_widths() -> None:
