@@ -359,9 +359,7 @@ def prefill_attention(
 
         _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
         if means is not None:
-            raise NotImplementedError(
-                "prefill attention has no kernel that adds block means: unpack with expand_blocks first"
-            )
+            raise NotImplementedError("prefill kernels add no block means: unpack first")
         result: tuple[Tensor, Tensor] = cuda.prefill_attention(
             *(q, k, v, arena, refs, plan.cu_seqlens, plan.prefix_lens, plan.page_table),
             *(plan.tail_first, plan.tail_slots, plan.tile_offsets, plan.frontiers),

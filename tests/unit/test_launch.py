@@ -69,7 +69,7 @@ def test_the_reserve_grows_with_the_chunk_and_shrinks_with_the_ranks() -> None:
 
 
 def test_the_reserve_holds_the_pages_that_prefill_unpacks() -> None:
-    """K and V of 4,096 pages of 8 heads of 128 channels are 1 GiB; a longer request needs its own."""
+    """4,096 pages of 8 heads of 128 channels are 1 GiB; a longer request has its own size."""
     assert expanded_bytes(LLAMA_8B, 1, 131072) == expanded_bytes({}, 1, 0) == GIB
     assert expanded_bytes(LLAMA_8B, 2, 131072) == GIB // 2
     assert expanded_bytes(LLAMA_8B, 1, 1 << 20) == 4 * GIB
