@@ -23,7 +23,7 @@ BACKEND_NAME: Final = "hierasparse"
 PLUGIN_GROUP: Final = "sglang.srt.plugins"
 PLUGIN_NAME: Final = "hierasparse"
 FAULTS: Final = ("compression", "device")
-PREFILL_KERNELS: Final = ("auto", "expanded", "sparse")
+PREFILL_KERNELS: Final = ("auto", "expanded", "torch", "sparse")
 DEMO_MODEL: Final = "demo"
 
 
@@ -94,8 +94,9 @@ class RuntimeConfig:
     `injected_fault` is for tests too: "compression:7" lets every seventh compression of a batch
     fail, "device:7" as if the device had. `drain_seconds` bounds how long a stopping server waits
     for its requests. `prefill_kernel`: "expanded" unpacks the sparse blocks that prefill reads and
-    attends with a dense kernel, "sparse" reads them where they lie, "auto" takes what was measured
-    to be faster on the device.
+    attends with our dense kernel (Hopper), "torch" with torch's attention (any device), "sparse"
+    reads them where they lie; "auto" takes the first of these that the device has, and the last on
+    a CPU.
     """
 
     constants: ServerConstants = field(default_factory=ServerConstants)

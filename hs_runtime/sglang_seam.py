@@ -565,6 +565,7 @@ def create_backend(runner: Any) -> Any:
     """The attention backend, after the checks of everything it depends on."""
     from hs_runtime.attention.backend import HieraAttnBackend
     from hs_runtime.compression import Compressor
+    from hs_runtime.launch import EXPANDED_PAGES
     from hs_runtime.policies.pruner import build_pruner
     from hs_runtime.pool.allocator import HieraAllocator
     from hs_runtime.pool.kv_pool import HieraKVPool
@@ -601,21 +602,35 @@ def create_backend(runner: Any) -> Any:
         q_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
         max_rows=runner.req_to_token_pool.size,
         permutation=calibration.permutation if calibration else None,
-        expanded_pages=_expanded_pages(config.prefill_kernel, pool.block_pool),
+        prefill_kernel=_prefill_kernel(config.prefill_kernel, pool.block_pool),
+        expanded_pages=EXPANDED_PAGES,
     )
 
 
-def _expanded_pages(kernel: str, pool: Any) -> int:
-    """How many pages prefill unpacks at once; 0 where it reads sparse blocks as they lie."""
-    from hs_runtime.launch import EXPANDED_PAGES
+def _prefill_kernel(wanted: str, pool: Any) -> str:
+    """What "auto" is on the pool's device; StartupRefused for what does not exist there."""
+    import torch
 
-    if kernel == "sparse" and pool.device.type == "cuda" and pool.means is not None:
+    from hs_kernels.cuda import PREFILL_HEAD_DIMS
+
+    if pool.device.type != "cuda":
+        return "sparse" if wanted == "auto" else wanted
+    hopper = torch.cuda.get_device_capability(pool.device) == (9, 0)
+    has_ours = hopper and pool.format.head_dim in PREFILL_HEAD_DIMS
+    if wanted == "auto":
+        return "expanded" if has_ours else "torch"
+    if wanted != "torch" and not has_ours:
         raise StartupRefused(
-            "prefill_kernel 'sparse' has no kernel that adds the block means of this pruner "
-            "(choose 'auto' or 'expanded')"
+            f"prefill_kernel {wanted!r} is for compute capability 9.0 and {PREFILL_HEAD_DIMS} "
+            f"channels, not for {torch.cuda.get_device_name(pool.device)} and "
+            f"{pool.format.head_dim} (choose 'auto' or 'torch')"
         )
-    expands = kernel == "expanded" or (kernel == "auto" and pool.device.type == "cuda")
-    return EXPANDED_PAGES if expands else 0
+    if wanted == "sparse" and pool.means is not None:
+        raise StartupRefused(
+            "prefill_kernel 'sparse' does not add the block means of this pruner "
+            "(choose 'auto', 'expanded' or 'torch')"
+        )
+    return wanted
 
 
 def _calibration_of_rank(config: RuntimeConfig, model_path: str, pool: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hs_kernels import ops
 from hs_kernels.block_format import Side
+from hs_runtime.attention import unpacked
 from hs_runtime.attention.plan import (
     AttnPlan,
     BatchCompressor,
@@ -56,8 +57,9 @@ class HieraAttnBackend(AttentionBackend):
     """Attention over mixed blocks. Plans come from the scheduler through the pool.
 
     With `permutation` int32 [layers, Hkv, D] the channels of Q and K are reordered as they come, so
-    K lies in the cache in that order, dense blocks included, and scores are what they were. With
-    `expanded_pages` prefill unpacks what it reads and attends densely, so many pages at a time.
+    K lies in the cache in that order, dense blocks included, and scores are what they were.
+    `prefill_kernel` "sparse" reads blocks as they lie; "expanded" and "torch" unpack them first,
+    `expanded_pages` at a time, and attend with our dense kernel or with torch's.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class HieraAttnBackend(AttentionBackend):
         q_heads: int,
         max_rows: int,
         permutation: Tensor | None = None,
-        expanded_pages: int = 0,
+        prefill_kernel: str = "sparse",
+        expanded_pages: int = 4096,
     ) -> None:
         super().__init__()
         self.token_to_kv_pool, self.req_to_token_pool = pool, req_to_token_pool
@@ -79,7 +82,7 @@ class HieraAttnBackend(AttentionBackend):
         self.decode: _DecodeBuffers | None = None
         self._on_cuda = self.pool.device.type == "cuda"
         self._dense_attention = _hopper_dense_attention() if self._on_cuda else None
-        self._expanded_pages = expanded_pages
+        self._prefill_kernel, self._expanded_pages = prefill_kernel, expanded_pages
         self._expanded: list[ExpandedPlan] = []
         self._allocate(max_rows)
 
@@ -120,12 +123,17 @@ class HieraAttnBackend(AttentionBackend):
             if plan.prefill is not None:
                 self.compressor.begin(plan.prefill.groups)
         self.plan, self._expanded = plan, []
-        if self._expanded_pages and plan.prefill is not None and any(plan.prefill.sparse):
+        if plan.prefill is not None and self._unpacks(plan.prefill):
             self._expanded = build_expanded_plans(
                 plan.prefill.rows, self.pool.heads, self._expanded_pages, self.pool.device
             )
         if decoding:
             self._fill(forward_batch.batch_size, plan, forward_batch.req_pool_indices[:rows])
+
+    def _unpacks(self, plan: ExtendTensors) -> bool:
+        return self._prefill_kernel == "torch" or (
+            self._prefill_kernel == "expanded" and any(plan.sparse)
+        )
 
     def _fill(self, rows: int, plan: AttnPlan | None, slots: Tensor | None) -> None:
         """Static inputs of this decode step: a snapshot, since SGLang goes on writing its rows."""
@@ -205,8 +213,8 @@ class HieraAttnBackend(AttentionBackend):
         return out.reshape(out.shape[0], -1)
 
     def _attend_expanded(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Unpacks what the queries read, then attends with the dense kernel, which on Hopper is
-        faster than the sparse ones (csrc/PREFILL_NOTES.md)."""
+        """Unpacks what the queries read, then attends densely, which on Hopper is faster than with
+        the sparse kernels (csrc/PREFILL_NOTES.md) and elsewhere needs no kernel of ours."""
         pool, fmt = self.pool, self.pool.format
         outs = []
         for plan in self._expanded:
@@ -215,18 +223,21 @@ class HieraAttnBackend(AttentionBackend):
                 pool.arena[index], sources, fmt, pool.means_of(index, Side.V)
             )
             own = plan.tokens
-            out, _ = ops.prefill_attention(
-                q[own],
-                k[own],
-                v[own],
-                scratch,
-                plan.refs,
-                plan.attention,
-                scale,
-                fmt,
-                sparse_k=False,
-                sparse_v=False,
-            )
+            if self._prefill_kernel == "torch":
+                out = unpacked.attend(q[own], k[own], v[own], scratch, plan, scale, fmt)
+            else:
+                out, _ = ops.prefill_attention(
+                    q[own],
+                    k[own],
+                    v[own],
+                    scratch,
+                    plan.refs,
+                    plan.attention,
+                    scale,
+                    fmt,
+                    sparse_k=False,
+                    sparse_v=False,
+                )
             outs.append(out)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 

@@ -157,6 +157,29 @@ def _prefill_plan(
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedRow:
+    """A request of an `ExpandedPlan`, on the host: its first row of the plan's Q, and the first of
+    its pages and of its tail pages among the scratch blocks of a side."""
+
+    row: ExtendRow
+    first: int
+    page: int
+    tail: int
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(begin, end, frontier): positions whose tiles follow each other and share a frontier."""
+        row = self.row
+        found: list[tuple[int, int, int]] = []
+        for j, frontier in enumerate(row.frontiers):
+            tile = (row.start // TILE + j) * TILE
+            begin, end = max(row.start, tile), min(row.end, tile + TILE)
+            if found and found[-1][2] == frontier:
+                begin = found.pop()[0]
+            found.append((begin, end, frontier))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class ExpandedPlan:
     """Rows of a batch whose pages are unpacked into a scratch arena, where all is dense.
 
@@ -170,6 +193,7 @@ class ExpandedPlan:
     tails: Tensor
     attention: PrefillPlan
     refs: Tensor
+    rows: tuple[ExpandedRow, ...]
 
     def sources(self, refs: Tensor) -> Tensor:
         """int32 [2, N + T, Hkv]: where the blocks lie now, by refs int32 [2, P, Hkv] of a layer."""
@@ -220,6 +244,7 @@ def _expanded_plan(
         for row, first in zip(rows, first_tail, strict=False)
         for side in Side
     ]
+    first_row = [0, *accumulate(row.end - row.start for row in rows)]
     slots = torch.arange(1, 1 + 2 * blocks, dtype=torch.int32, device=device)
     return ExpandedPlan(
         tokens=slice(begin, begin + sum(row.end - row.start for row in rows)),
@@ -227,6 +252,7 @@ def _expanded_plan(
         tails=_ints([*tails[Side.K], *tails[Side.V]], device).view(2, -1),
         attention=_prefill_plan(rows, tables, tail_slots, device),
         refs=slots.view(2, blocks, 1).expand(-1, -1, heads).contiguous(),
+        rows=tuple(map(ExpandedRow, rows, first_row, first_page, first_tail)),
     )
 
 

@@ -93,12 +93,13 @@ def test_prompt_log_probabilities_are_those_of_the_rules(
         assert worst < TOLERANCE, f"{case}: prompt log-probabilities off by {worst:.2g}"
 
 
-@pytest.mark.parametrize("name", ["balanced", "max", "thirds_then_more", "half_then_all"])
+@pytest.mark.parametrize("kernel", ["expanded", "torch"])
+@pytest.mark.parametrize("name", ["dense", "balanced", "max", "thirds_then_more"])
 def test_prefill_that_unpacks_what_it_reads_answers_by_the_rules(
-    engines: Engines, golden: Golden, small: EngineOptions, name: str
+    engines: Engines, golden: Golden, small: EngineOptions, name: str, kernel: str
 ) -> None:
     """Several requests in a chunk, cold and with cached prefixes."""
-    options = replace(small, chunk=512, runtime=(("prefill_kernel", "expanded"),))
+    options = replace(small, chunk=512, runtime=(("prefill_kernel", kernel),))
     engine, chosen = engines.get(options), POLICIES[name]
     engine.flush()
     prompts = [golden.prompt(options, [chosen], length, max_new=24) for length in (700, 321, 900)]

@@ -8,6 +8,7 @@ import torch
 from hs_kernels import ops
 from hs_kernels.block_format import BlockFormat, Side
 from hs_kernels.reference import dense_slots, load_pages
+from hs_runtime.attention import unpacked
 from hs_runtime.attention.plan import ExtendRow, build_expanded_plans
 from tests.support.cases import (
     PAGE,
@@ -83,6 +84,23 @@ def test_attention_over_unpacked_pages_is_attention_over_the_pages(
     out, lse, count = attend(case, at_once)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     assert count == (len(case.chunks) if at_once == 1 else 1) or at_once == 12
+
+
+@pytest.mark.parametrize("at_once", [1, 10_000])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_torch_s_attention_over_unpacked_pages_is_the_same(name: str, at_once: int) -> None:
+    fmt = FORMATS[0]
+    case = build_prefill_case(fmt, 2, 3, CHUNKS[name], (0.5, 0.75))
+    cache = case.cache
+    want, _ = ops.prefill_attention(
+        case.q, case.k, case.v, cache.arena, cache.refs, case.plan, case.scale, fmt
+    )
+    for plan in build_expanded_plans(rows_of(case), cache.heads, at_once, CPU):
+        scratch = ops.expand_blocks(cache.arena, plan.sources(cache.refs), fmt)
+        own = plan.tokens
+        q, k, v = case.q[own], case.k[own], case.v[own]
+        out = unpacked.attend(q, k, v, scratch, plan, case.scale, fmt)
+        torch.testing.assert_close(out, want[own], rtol=1e-5, atol=1e-5)
 
 
 def test_means_are_added_when_values_are_unpacked() -> None:
