@@ -182,7 +182,9 @@ def _kernels(devices: Sequence[Device]) -> Check:
         states = [f"sm_{target}: {_library_state(target)}" for target in targets]
     except build.BuildError as error:
         return Check("kernels", False, str(error), "pip install -e '.[cuda]', or another device")
-    return Check("kernels", True, ", ".join(states))
+    ours = all(capability == (9, 0) for capability in capabilities)
+    prefill = "our dense kernel" if ours else "torch's attention"
+    return Check("kernels", True, f"{', '.join(states)}; prefill by {prefill}")
 
 
 def _library_state(target: str) -> str:
