@@ -7,8 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, stdev
+from typing import Final
 
 from hs_runtime.evaluation.records import DECODE, PREFILL, Record
+
+_LEGEND: Final = (
+    "A suite is `kind@context in tokens`. KL is KL(dense || arm) of the next token in nats, the mean "
+    "over scored tokens ± its standard error over cases; ΔNLL is the arm's negative log-likelihood of "
+    "the text less that of dense; top-1 is how often the likeliest token is the same. An arm whose "
+    "prefill is dense has the prefill of dense."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ def _category(record: Record) -> str:
 
 def markdown(rows: Sequence[Row], heading: str) -> str:
     """A section for each suite."""
-    text = [f"# {heading}", ""]
+    text = [f"# {heading}", "", _LEGEND, ""]
     for suite, group in groupby(rows, key=lambda row: row.suite):
         text += [f"## {suite}", "", *_table(list(group)), ""]
     return "\n".join(text)
