@@ -12,10 +12,10 @@ from typing import Final
 from hs_runtime.evaluation.records import DECODE, PREFILL, Record
 
 _LEGEND: Final = (
-    "A suite is `kind@context in tokens`. KL is KL(dense || arm) of the next token in nats, the mean "
-    "over scored tokens ± its standard error over cases; ΔNLL is the arm's negative log-likelihood of "
-    "the text less that of dense; top-1 is how often the likeliest token is the same. An arm whose "
-    "prefill is dense has the prefill of dense."
+    "A suite is `kind@context in tokens`. KL is KL(dense || arm) of the next token in nats, the "
+    "mean over scored tokens ± its standard error over cases; ΔNLL is the arm's negative "
+    "log-likelihood of the text less that of dense; top-1 is how often the likeliest token is the "
+    "same. An arm whose prefill is dense has the prefill of dense."
 )
 
 
