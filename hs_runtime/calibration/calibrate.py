@@ -2,6 +2,11 @@
 
 The forward pass is transformers' own; its attention function is replaced by one that adds what it
 sees after RoPE to the moments. Only those are kept, [Hkv, D, D] for each layer.
+
+The text is read in windows that lie at positions all over the model's context. Attention sees only
+distances, so a window reads the same anywhere; but RoPE turns slow channels by what matters to
+moments. Measured at the beginning alone, they describe far queries wrongly: after 7,168 tokens of
+the demonstration model, V pruned by them lost four times as much (KL 0.053 against 0.013).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from hs_runtime.config import ConfigError
 DEFAULT_TEXT: Final = Path(__file__).parent / "data" / "jargon.txt.xz"
 DEFAULT_TOKENS: Final = 9216
 LEAST_TOKENS: Final = 512
-WINDOW: Final = 3072  # tokens that the model reads at once, each window from position 0
+WINDOW: Final = 1024  # tokens that the model reads at once
 RIDGE: Final = 0.02  # of the mean of E[q q']'s diagonal: directions that no query of the text took
 _ATTENTION: Final = "hierasparse_calibration"
 
@@ -142,11 +147,17 @@ def measure(model_path: str, ids: list[int], device: str) -> list[Moments]:
         raise ConfigError(f"model: transformers cannot load {model_path} ({error})") from error
     model = model.to(device).eval()
     layers = int(model.config.get_text_config().num_hidden_layers)
-    windows = list(_windows(ids))
+    context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+    windows = list(_windows(ids, context))
     bar.reset(total=layers * len(windows))
     with bar:
-        for window in windows:  # the body alone: logits of a window would be the largest tensor
-            model.base_model(torch.tensor([window], device=device), use_cache=False)
+        for tokens, positions in windows:
+            # The body alone: logits of a window would be the largest tensor.
+            model.base_model(
+                torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+            )
     if sorted(moments) != list(range(layers)):
         raise ConfigError(
             f"model: {len(moments)} of {layers} layers showed their queries, so this architecture "
@@ -155,9 +166,14 @@ def measure(model_path: str, ids: list[int], device: str) -> list[Moments]:
     return [moments[layer] for layer in range(layers)]
 
 
-def _windows(ids: list[int]) -> Iterator[list[int]]:
-    for start in range(0, len(ids), WINDOW):
-        yield ids[start : start + WINDOW]
+def _windows(ids: list[int], context: int) -> Iterator[tuple[list[int], range]]:
+    """Tokens and their positions, from the first to the last ones of the context."""
+    count = -(-len(ids) // WINDOW)
+    room = max(0, context - WINDOW)
+    for i in range(count):
+        tokens = ids[i * WINDOW : (i + 1) * WINDOW]
+        first = room * i // max(1, count - 1)
+        yield tokens, range(first, first + len(tokens))
 
 
 def build_calibration(

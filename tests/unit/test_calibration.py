@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hs_runtime.calibration import (
 )
 from hs_runtime.calibration.calibrate import (
     Moments,
+    _windows,
     build_calibration,
     compensation_factor,
     read_text,
@@ -215,6 +217,20 @@ def test_scores_are_unchanged_by_the_order_of_channels() -> None:
 def test_a_head_whose_queries_are_zero_gets_a_factor() -> None:
     factor = compensation_factor(torch.zeros(2, 64, 64, dtype=torch.float64))
     assert torch.equal(factor, torch.eye(64).repeat(2, 1, 1))
+
+
+@pytest.mark.parametrize("context", [0, 512, 8192, 131072])
+@pytest.mark.parametrize("count", [512, 1024, 1500, 9216])
+def test_windows_lie_all_over_the_context(context: int, count: int) -> None:
+    windows = list(_windows(list(range(count)), context))
+    assert [t for tokens, _ in windows for t in tokens] == list(range(count))
+    firsts = [positions[0] for _, positions in windows]
+    assert all(len(tokens) == len(positions) for tokens, positions in windows)
+    assert firsts[0] == 0
+    if len(windows) > 1:
+        assert firsts[-1] == max(0, context - 1024)
+        gaps = {b - a for a, b in pairwise(firsts)}
+        assert max(gaps) - min(gaps) <= 1
 
 
 def test_the_bundled_text_is_long_enough_and_others_are_read(tmp_path: Path) -> None:
