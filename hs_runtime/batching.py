@@ -52,7 +52,13 @@ class BatchPlanner:
         read = [w.state.policy.decode if w.replay else w.state.policy.prefill for w in works]
         sparse = (any(each.key for each in read), any(each.value for each in read))
         plan = build_extend_plan(
-            rows, self.pool.take_operations(), groups, sparse, self.rules.page, self.pool.device
+            rows,
+            self.pool.take_operations(),
+            groups,
+            sparse,
+            self.rules.page,
+            self.pool.device,
+            self.pool.heads,
         )
         for work in works:
             state = work.state

@@ -187,10 +187,8 @@ class HieraAttnBackend(AttentionBackend):
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         if self.permutation is not None:
             q, k = (ops.permute_channels(x, self.permutation[index]) for x in (q, k))
-        dense = pool.dense_view(index)
-        for side, rows in zip(Side, (k, v), strict=True):
-            writes = plan.writes[side]
-            dense[writes.slots, :, writes.offsets] = rows[writes.rows]
+        writes = plan.writes
+        ops.store_tokens(k, v, q, pool.arena[index], writes.refs, writes.locations, pool.format)
         self.compressor.apply(index, k, v)
         if self._dense_attention is not None and not any(plan.sparse):
             out = self._attend_dense(index, q, k, v, plan, layer.scaling)

@@ -49,12 +49,13 @@ class ExtendRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SideWrites:
-    """Rows of the batch's K or V and where they go: dense slot, offset in the page (int64 [N])."""
+class TokenWrites:
+    """Where a batch's K and V go that stay dense, as `ops.store_tokens` takes it: refs int32
+    [2, N, Hkv] of the N pages that are written, by number, 0 where a side is not, and locations
+    int64 [T], page number * 64 + offset, -1 for tokens of other pages."""
 
-    rows: Tensor
-    slots: Tensor
-    offsets: Tensor
+    refs: Tensor
+    locations: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class ExtendTensors:
 
     attention: PrefillPlan
     groups: Sequence[Any]
-    writes: tuple[SideWrites, SideWrites]
+    writes: TokenWrites
     sparse: tuple[bool, bool]
     rows: Sequence[ExtendRow]
     bounds: list[int]  # cu_seqlens on the host
@@ -104,8 +105,10 @@ def build_extend_plan(
     sparse: tuple[bool, bool],
     page: int,
     device: torch.device,
+    heads: int,
 ) -> AttnPlan:
-    """Lists into tensors. `groups` are the compressor's, passed through unread."""
+    """Lists into tensors. `groups` are the compressor's, passed through unread; `heads` are the kv
+    heads of this rank."""
 
     bounds = [0]
     for row in rows:
@@ -115,14 +118,9 @@ def build_extend_plan(
     prefill = _prefill_plan(
         rows, [row.pages for row in rows], [slots for row in rows for slots in row.tail], device
     )
-    places: tuple[list[tuple[int, int, int, int]], ...] = ([], [])
-    for row, first in zip(rows, bounds, strict=False):
-        for p, side, slot in row.writes:
-            lo, hi = max(row.start, p * page), min(row.end, (p + 1) * page)
-            places[side].append((first + lo - row.start, hi - lo, slot, lo - p * page))
-    k, v = (_side_writes(places[side], page, device) for side in Side)
+    writes = _token_writes(rows, bounds, page, heads, device)
     prefixes = [row.start for row in rows]
-    tensors = ExtendTensors(prefill, groups, (k, v), sparse, rows, bounds, prefixes)
+    tensors = ExtendTensors(prefill, groups, writes, sparse, rows, bounds, prefixes)
     longest = max(row.end for row in rows)
     return AttnPlan(operations, len(rows), prefill=tensors, longest=longest)
 
@@ -256,17 +254,31 @@ def _expanded_plan(
     )
 
 
-def _side_writes(
-    places: list[tuple[int, int, int, int]], page: int, device: torch.device
-) -> SideWrites:
-    """From (first row, rows, slot, first offset) for each page."""
-    table = torch.tensor(places, dtype=torch.long).view(-1, 4)
+def _token_writes(
+    rows: Sequence[ExtendRow], bounds: Sequence[int], page: int, heads: int, device: torch.device
+) -> TokenWrites:
+    """`bounds[r]` is the first row of request r in the batch's K and V."""
+    slots: list[list[int]] = [[0, 0]]  # page number 0 is nobody's
+    places: list[tuple[int, int, int]] = []  # first row, rows, location of the first
+    for row, first in zip(rows, bounds, strict=False):
+        numbers: dict[int, int] = {}
+        for p, side, slot in row.writes:
+            if p not in numbers:
+                numbers[p] = len(slots)
+                slots.append([0, 0])
+                lo, hi = max(row.start, p * page), min(row.end, (p + 1) * page)
+                place = numbers[p] * page + lo - p * page
+                places.append((first + lo - row.start, hi - lo, place))
+            slots[numbers[p]][side] = slot
+    table = torch.tensor(places, dtype=torch.long).view(-1, 3)
     step = torch.arange(page)
     valid = step < table[:, 1:2]
-    rows, offsets = (table[:, i : i + 1] + step for i in (0, 3))
-    slots = table[:, 2:3].expand(-1, page)
-    chosen = [x[valid].to(device, non_blocking=True) for x in (rows, slots, offsets)]
-    return SideWrites(*chosen)
+    locations = torch.full((bounds[-1],), -1, dtype=torch.long)
+    locations[(table[:, :1] + step)[valid]] = (table[:, 2:] + step)[valid]
+    refs = torch.tensor(slots, dtype=torch.int32).T[:, :, None].to(device, non_blocking=True)
+    return TokenWrites(
+        refs.expand(-1, -1, heads).contiguous(), locations.to(device, non_blocking=True)
+    )
 
 
 def build_decode_plan(

@@ -491,7 +491,8 @@ def store_tokens(
     """Write k, v [T, Hkv, D] into the dense blocks of their pages; gives the q to attend with.
 
     refs int32 [2, P, Hkv] of one layer; locations int64 [T], page * 64 + offset. A token whose
-    block is not dense, such as the padding of a captured batch on page 0, is dropped. With
+    block is not dense, such as the padding of a captured batch on page 0, is dropped, and one with
+    a negative location. With
     `permutation` int32 [Hkv, D] the channels of K are stored, and those of q [T, Hq, D] returned,
     in its order (`permute_channels`); without, q is returned as it is.
     """
@@ -518,8 +519,8 @@ def store_tokens(
         q, k = permute_channels(q, permutation), permute_channels(k, permutation)
     dense = reference.dense_slots(arena, fmt, k.shape[1])
     for side, tokens in zip(Side, (k, v), strict=True):
-        ref = refs[side, locations // fmt.block_size]
-        t, head = (ref > 0).nonzero(as_tuple=True)
+        ref = refs[side, locations.clamp(min=0) // fmt.block_size]
+        t, head = ((ref > 0) & (locations >= 0)[:, None]).nonzero(as_tuple=True)
         dense[ref[t, head].long(), head, locations[t] % fmt.block_size] = tokens[t, head]
     return q
 

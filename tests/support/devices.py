@@ -17,7 +17,7 @@ import torch
 from hs_kernels import ops
 from hs_kernels.block_format import Side
 from hs_kernels.reference import load_pages
-from hs_runtime.attention.plan import AttnPlan
+from hs_runtime.attention.plan import AttnPlan, TokenWrites
 from hs_runtime.compression import Compressor
 from hs_runtime.pool.block_pool import (
     DENSE,
@@ -32,6 +32,17 @@ from hs_runtime.pool.block_pool import (
 from hs_runtime.scheduler.lifecycle import SIDES, Lifecycle
 from tests.support.contents import HEADS, LAYERS, VOCAB, Content, Hashes, Vectors, mix
 from tests.support.key_checking import KeyChecking
+
+
+def written(writes: TokenWrites, side: int, page: int = 64) -> list[tuple[int, int, int]]:
+    """(row of the batch, dense slot, offset in its page) of every token that a side keeps."""
+    found = []
+    for row, location in enumerate(writes.locations.tolist()):
+        slots = set(writes.refs[side, location // page].tolist()) if location >= 0 else {0}
+        assert len(slots) == 1  # a page is dense for all heads or for none
+        if slot := slots.pop():
+            found.append((row, slot, location % page))
+    return found
 
 
 @dataclass(frozen=True)
@@ -312,9 +323,7 @@ class SymbolicDevice(_Forward):
                 assert sum(ref < 0 for ref in group.refs) == group.sparse
                 self._place(layer, group.side, head, group.pages, blocks, (), group.refs)
         for side in SIDES:
-            writes = plan.prefill.writes[side]
-            lists = (writes.rows.tolist(), writes.slots.tolist(), writes.offsets.tolist())
-            for row, slot, offset in zip(*lists, strict=True):
+            for row, slot, offset in written(plan.prefill.writes, side, self.page):
                 for head in range(HEADS):
                     self._append(slot, layer, head, offset, self._own[side][head][row : row + 1])
 
@@ -401,10 +410,8 @@ class TensorDevice(_Forward):
             arena, refs = pool.arena[layer], pool.refs[layer]
             ops.store_tokens(k, v, k, arena, refs, plan.locations, pool.format)
             return
-        dense = pool.dense_view(layer)
-        for side, rows in zip(Side, (k, v), strict=True):
-            writes = plan.prefill.writes[side]
-            dense[writes.slots, :, writes.offsets] = rows[writes.rows]
+        writes = plan.prefill.writes
+        ops.store_tokens(k, v, k, pool.arena[layer], writes.refs, writes.locations, pool.format)
         self.compressor.apply(layer, k, v)
 
     def own(self, side: int, head: int, first: int, last: int) -> Any:

@@ -172,12 +172,12 @@ def test_a_segments_slots_go_by_rank() -> None:
     assert refs.tolist() == [[0, 0], [-12, 21], [-11, -12], [0, 0], [21, -11]]
 
 
-def test_tokens_of_pages_that_are_not_dense_are_dropped() -> None:
-    refs = torch.tensor([[[0, 0], [3, -1]], [[0, 0], [-1, 4]]], dtype=torch.int32)
+def test_tokens_without_a_place_or_of_pages_that_are_not_dense_are_dropped() -> None:
+    refs = torch.tensor([[[9, 9], [3, -1]], [[9, 9], [-1, 4]]], dtype=torch.int32)
     k, v = (torch.full((2, HEADS, FMT.head_dim), x, dtype=torch.bfloat16) for x in (1.0, 2.0))
     arena = empty_arena()
     q = torch.randn(2, 2 * HEADS, FMT.head_dim).bfloat16()
-    assert ops.store_tokens(k, v, q, arena, refs, torch.tensor([5, 64 + 7]), FMT) is q
+    assert ops.store_tokens(k, v, q, arena, refs, torch.tensor([-1, 64 + 7]), FMT) is q
     dense = reference.dense_slots(arena, FMT, HEADS)
     assert (dense == 1).all(-1).nonzero().tolist() == [[3, 0, 7]]
     assert (dense == 2).all(-1).nonzero().tolist() == [[4, 1, 7]]

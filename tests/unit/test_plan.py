@@ -9,21 +9,15 @@ from hs_kernels.block_format import Side
 from hs_runtime.attention.plan import (
     TILE,
     ExtendRow,
-    SideWrites,
     build_decode_plan,
     build_extend_plan,
     tile_count,
 )
 from hs_runtime.pool.block_pool import Drop
+from tests.support.devices import written
 
 CPU = torch.device("cpu")
 K, V = Side.K, Side.V
-
-
-def written(writes: SideWrites) -> list[tuple[int, int, int]]:
-    """(row of the batch, dense slot, offset), sorted."""
-    lists = (writes.rows.tolist(), writes.slots.tolist(), writes.offsets.tolist())
-    return sorted(zip(*lists, strict=True))
 
 
 def places(row: int, slot: int, offset: int, count: int) -> list[tuple[int, int, int]]:
@@ -69,7 +63,7 @@ def test_tiles_are_cut_at_absolute_multiples(start: int, end: int, tiles: int) -
 
 def test_an_extend_s_tensors_by_hand() -> None:
     operations, groups = [Drop(1)], ["a group"]
-    plan = build_extend_plan([FIRST, REPLAY], operations, groups, (True, False), 64, CPU)
+    plan = build_extend_plan([FIRST, REPLAY], operations, groups, (True, False), 64, CPU, 2)
     assert plan.operations is operations and not plan.begun
     assert (plan.num_rows, plan.longest) == (2, 260)
     assert plan.seq_lens is None and plan.locations is None
@@ -98,29 +92,31 @@ def test_an_extend_s_tensors_by_hand() -> None:
 
 def test_an_extend_writes_each_token_of_its_pages_once() -> None:
     """Pages that are compressed from the chunk are not written; a page may be begun before."""
-    plan = build_extend_plan([FIRST, REPLAY], [], [], (True, True), 64, CPU)
+    plan = build_extend_plan([FIRST, REPLAY], [], [], (True, True), 64, CPU, 2)
     assert plan.prefill is not None
-    k, v = plan.prefill.writes
+    writes = plan.prefill.writes
     replayed = [(150, 32, 8, 56), (206, 35, 0, 4)]
-    assert written(k) == places(0, 21, 0, 64) + [x for each in replayed for x in places(*each)]
+    assert written(writes, K) == places(0, 21, 0, 64) + [
+        x for each in replayed for x in places(*each)
+    ]
     first = places(0, 22, 0, 64) + places(128, 23, 0, 22)
-    assert written(v) == first + places(150, 34, 8, 56) + places(206, 36, 0, 4)
-    for side in (k, v):
-        assert all(x.dtype == torch.int64 for x in (side.rows, side.slots, side.offsets))
+    assert written(writes, V) == first + places(150, 34, 8, 56) + places(206, 36, 0, 4)
+    assert writes.locations.dtype == torch.int64 and writes.refs.dtype == torch.int32
+    assert writes.locations.shape == (210,) and writes.refs.shape[::2] == (2, 2)
 
 
 def test_an_extend_without_tails_and_writes_has_empty_indices() -> None:
     row = ExtendRow(128, 256, (4, 5, 6, 7), (2,), 2, ((), ()), ())
-    plan = build_extend_plan([row], [], [], (True, True), 64, CPU)
+    plan = build_extend_plan([row], [], [], (True, True), 64, CPU, 2)
     assert plan.prefill is not None
     assert plan.prefill.attention.tail_slots.shape == (1, 2, 1)
-    assert [side.rows.numel() for side in plan.prefill.writes] == [0, 0]
+    assert bool((plan.prefill.writes.locations == -1).all())
 
 
 def test_a_row_without_a_frontier_for_each_tile_is_an_error() -> None:
     row = ExtendRow(100, 300, (1, 2, 3, 4, 5), (0,), 0, ((1, 2), (3, 4)), ())
     with pytest.raises(ValueError, match=r"1 frontiers for rows \[100, 300\)"):
-        build_extend_plan([row], [], [], (True, True), 64, CPU)
+        build_extend_plan([row], [], [], (True, True), 64, CPU, 2)
 
 
 def test_a_decode_s_tensors_by_hand() -> None:
