@@ -157,6 +157,7 @@ def test_tokens_go_to_the_dense_block_of_their_page(fmt: BlockFormat, permuted: 
     values = [[0, 0], [5, 6], [7, -3], [14, 15]]
     refs = torch.tensor([keys, values], dtype=torch.int32)
     locations = torch.randperm(4 * 64)[:tokens]
+    locations[::7] = -1
     k, v = torch.randn(2, tokens, heads, 2 * dim).to(fmt.torch_dtype)[..., :dim]
     q = torch.randn(tokens, 3 * heads, 2 * dim).to(fmt.torch_dtype)[..., :dim]
     order = torch.stack([torch.randperm(dim) for _ in range(heads)]).int() if permuted else None
