@@ -1,4 +1,4 @@
-"""From a folder of `hs-runtime eval` to one JSON line for each row of the quality table.
+"""From a folder of `hs-runtime eval` (made by quality.sh) to one JSON line for each row of the quality table.
 
     python tests/bench/bench_quality.py --results DIR --output tests/bench/results/cpu/quality.jsonl
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import random
 import sys
@@ -63,7 +64,7 @@ def kl_lines(records: list[Record]) -> Iterator[dict[str, Any]]:
         ours = by_case(records, setting.suite, f"{setting.arm}+{OURS}")
         base = by_case(records, setting.suite, f"{setting.arm}+{BASELINE}")
         cases = sorted(set(ours) & set(base))
-        if not cases:
+        if len(cases) < 2:
             continue
         pairs = [(ours[case], base[case]) for case in cases]
         rng, ratios = random.Random(0), []
@@ -150,12 +151,16 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--device", default="CPU, float32")
+    parser.add_argument("--calibration", type=Path, help="the file that was used")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     import torch
 
     records = list(Records(args.results).all())
     versions = {"model": args.model, "device": args.device, "torch": torch.__version__}
+    if args.calibration:
+        digest = hashlib.sha256(args.calibration.read_bytes()).hexdigest()
+        versions["calibration"] = digest[:12]
     common = {"versions": versions, "date": datetime.date.today().isoformat()}
     lines = [{**line, **common} for line in (*kl_lines(records), *answer_lines(records))]
     print(markdown(lines))
