@@ -1,4 +1,4 @@
-"""From a folder of `hs-runtime eval` (made by quality.sh) to one JSON line for each row of the quality table.
+"""From a folder that quality.sh has filled to one JSON line for each row of the quality table.
 
     python tests/bench/bench_quality.py --results DIR --output tests/bench/results/cpu/quality.jsonl
 
