@@ -30,6 +30,7 @@ POLICIES = {
     "thirds_then_more": policy((300, 0), (750, 500)),
 }
 NEW = 40
+ATTEMPTS = 4  # for two requests to run beside each other
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,20 @@ def test_a_retracted_request_continues_as_if_it_had_not_been(
     engine = engines.get(retracting(setting))
     chosen, companion = PRESETS.get(name) or POLICIES[name], PRESETS["light"]
     short = golden.prompt(setting.options, [companion], 100, max_new=100)
-    engine.flush()
     for case in ("cold", "warm"):
-        rid = f"{case}-{name}"
-        beside, got = engine.run(
-            Ask(short, companion, 100), Ask(setting.prompt, chosen, NEW, rid=rid)
-        )
-        assert_answer("beside", beside, golden.answer(setting.options, companion, short, 100))
-        assert_answer(case, got, golden.answer(setting.options, chosen, setting.prompt, NEW))
-        assert (got.report["sparse_blocks"] > 0) == (name != "dense")
-        assert (got.cached > 0) == (case == "warm")
+        for attempt in range(ATTEMPTS):
+            if case == "cold":
+                engine.flush()
+            rid = f"{case}-{name}-{attempt}"
+            beside, got = engine.run(
+                Ask(short, companion, 100), Ask(setting.prompt, chosen, NEW, rid=rid)
+            )
+            assert_answer("beside", beside, golden.answer(setting.options, companion, short, 100))
+            assert_answer(case, got, golden.answer(setting.options, chosen, setting.prompt, NEW))
+            assert (got.report["sparse_blocks"] > 0) == (name != "dense")
+            assert (got.cached > 0) == (case == "warm")
+            if got.retractions:
+                break  # on a busy machine the short one may be done before the other arrives
         assert got.retractions >= 3
         rows = [row for event in engine.events("extend") for row in event["rows"] if row[0] == rid]
         replays = {row[2] for row in rows if row[4]}
