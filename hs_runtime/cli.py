@@ -400,18 +400,30 @@ def doctor(
 
 
 def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) -> None:
-    from hs_runtime.capacity import KVShape, capacity, kv_bytes_of
+    from hs_runtime.capacity import ANSWER_TOKENS, LENGTHS, KVShape, capacity, kv_bytes_of
 
     devices = probe_devices(device_name)
     if not devices:
         raise ConfigError(f"device: {device_name!r} and torch sees none")
-    path = str(cache_dir() / "models" / DEMO_MODEL_NAME) if model == DEMO_MODEL else model
+    path = str(_fetched_demo_model() or "") if model == DEMO_MODEL else model
+    if not path:
+        raise ConfigError(
+            "model: the demonstration model is not here yet (`hs-runtime serve` fetches it; "
+            "or give --model FOLDER)"
+        )
     config = _model_config(path)
     if config is None:
         raise ConfigError(f"model: {model!r} is no folder on this disk")
     size = _size_bytes(kv_cache) if kv_cache else kv_bytes_of(devices[0], path, config)
     calibrated = _calibration_file(path, model == DEMO_MODEL, None) is not None
-    found = capacity(KVShape.of(config, devices[0]), size, _DEFAULTS, centered=calibrated)
+    context = int(config.get("max_position_embeddings") or LENGTHS[-1] + ANSWER_TOKENS)
+    found = capacity(
+        KVShape.of(config, devices[0]),
+        size,
+        _DEFAULTS,
+        [n for n in LENGTHS if n < context] or LENGTHS[:1],
+        centered=calibrated,
+    )
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
         return
@@ -443,18 +455,25 @@ def _resolve(
     if not devices:
         raise ConfigError("device: 'cuda' and torch sees no CUDA device (see `hs-runtime doctor`)")
     is_demo = config.model_path == DEMO_MODEL
+    described = None
     if is_demo:
-        path = str(ensure_demo_model()) if fetch else DEMO_MODEL
+        folder = ensure_demo_model() if fetch else _fetched_demo_model()
         name = config.served_model_name or DEMO_MODEL_NAME
-        config = replace(config, model_path=path, served_model_name=name)
+        config = replace(config, model_path=str(folder or DEMO_MODEL), served_model_name=name)
+    if config.model_path != DEMO_MODEL:
+        described = _model_config(config.model_path)
     plan = plan_launch(
         devices[0],
         config.model_path,
-        _model_config(config.model_path),
+        described,
         passed,
         kv_cache_bytes=config.kv_cache_bytes,
     )
-    file = _calibration_file(config.model_path, is_demo, calibration)
+    file = None
+    if keep_file or not pruner or _check_pruner(pruner).needs_calibration:
+        file = _calibration_file(config.model_path, is_demo, calibration)
+    elif calibration is not None:
+        _existing(calibration, "calibration")  # not read: this pruner has no use for it
     chosen = pruner or ("calibrated" if file else _DEFAULTS.pruner)
     needed = _check_pruner(chosen).needs_calibration
     if needed and file is None:
@@ -476,11 +495,16 @@ def _resolve(
     return config, plan
 
 
+def _fetched_demo_model() -> Path | None:
+    folder = cache_dir() / "models" / DEMO_MODEL_NAME
+    return folder if folder.is_dir() else None
+
+
 def _calibration_file(model_path: str, is_demo: bool, given: Path | None) -> Path | None:
     """The calibration of a model, checked: the given file, else its own, else None."""
     from hs_runtime.calibration import default_file, load_calibration
 
-    is_folder = Path(model_path).expanduser().is_dir()
+    is_folder = model_path != DEMO_MODEL and Path(model_path).expanduser().is_dir()
     if given is not None and not is_folder and not is_demo:
         raise ConfigError(
             f"calibration: whether it was made for {model_path!r} can only be checked against a "

@@ -415,3 +415,29 @@ def test_the_evaluation_measures_what_was_asked_for(
     assert second.exit_code == 2 and "another evaluation is writing" in second.stderr
     advice = invoke("eval", *fixed, *words, "--arms", "light", "--recommend")
     assert advice.exit_code == 2 and "no arm is within 0.05 (measured: none)" in advice.stderr
+
+
+def test_a_pruner_without_calibration_does_not_look_at_the_one_beside_the_model(
+    tmp_path: Path,
+) -> None:
+    """Nor at a given one: `--pruner magnitude` is what the refusal of a wrong file advises."""
+    tiny_llama(tmp_path)
+    (tmp_path / "hierasparse.calibration").write_bytes(b"of nobody")
+    words = ("serve", "--dry-run", "--device", "cpu", "--model", str(tmp_path))
+    assert "is no calibration file" in invoke(*words).output
+    assert invoke(*words, "--pruner", "magnitude").exit_code == 0
+
+
+def test_capacity_of_a_demonstration_model_that_is_not_here_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HS_CACHE_DIR", str(tmp_path))
+    result = invoke("doctor", "--capacity", "--device", "cpu")
+    assert result.exit_code == 2 and "`hs-runtime serve` fetches it" in result.output
+
+
+def test_capacity_stops_at_the_model_s_context(tmp_path: Path) -> None:
+    tiny_llama(tmp_path, context=8192)
+    result = invoke("doctor", "--capacity", "--device", "cpu", "--model", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "1K" in result.output and "8K" not in result.output
