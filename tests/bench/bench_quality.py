@@ -106,14 +106,16 @@ def answer_lines(records: list[Record]) -> Iterator[dict[str, Any]]:
                 ("magnitude", f"decode=1/1+{BASELINE}"),
             )
         }
-        if not all(arms.values()):
+        cases = set.intersection(*(set(found) for found in arms.values()))
+        if not cases:
             continue
         share = {
-            n: sum(r.score or 0 for r in found.values()) / len(found) for n, found in arms.items()
+            name: sum(found[case].score or 0 for case in cases) / len(cases)
+            for name, found in arms.items()
         }
         yield {
             "bench": "quality_exact",
-            "case": {"suite": suite, "policy": "decode=1/1", "prompts": len(arms["ours"])},
+            "case": {"suite": suite, "policy": "decode=1/1", "prompts": len(cases)},
             "unit": "share of prompts",
             "ours": share["ours"],
             "baseline": share["dense"],
