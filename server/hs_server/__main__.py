@@ -18,7 +18,6 @@ from hs_runtime.config import ConfigError, RuntimeConfig
 _BACKLOG = 2048
 _HEADER_BYTES = 64 << 10  # of one request, all lines together; h11 answers 431 beyond
 _KEEP_ALIVE_SECONDS = 30
-_CLOSING_SECONDS = 5  # for connections that are still open when the drain is over
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -40,18 +39,22 @@ def take_port(host: str, port: int) -> socket.socket:
 
 
 def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
-    """Serve until SIGINT or SIGTERM; returns when all requests have ended or the drain is over."""
+    """Serve until SIGINT or SIGTERM; returns when all requests have ended or the drain is over.
+
+    Raises SystemExit with code 2, as for any wrong setting, when the port cannot be had.
+    """
     try:
         bound = take_port(config.host, config.port)
     except ConfigError as error:
-        raise SystemExit(f"hs-runtime serve: {error}") from None
+        _say(f"hs-runtime serve: {error}")
+        raise SystemExit(2) from None
     with bound:
         address, port = bound.getsockname()[:2]
         config = replace(config, port=port)
         _say(f"loading {config.model_path}")
         # Here and not above: importing SGLang takes ten seconds, and spawned processes, which
         # import this module again, must import the package's own start-up code before it.
-        from hs_server.app import Server, create_app
+        from hs_server.app import CLOSING_SECONDS, Server, create_app
         from hs_server.engine import SGLangEngine
 
         engine = SGLangEngine(config, list(sglang_arguments))
@@ -65,7 +68,7 @@ def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
             h11_max_incomplete_event_size=_HEADER_BYTES,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=_CLOSING_SECONDS,
+            timeout_graceful_shutdown=2 * CLOSING_SECONDS,
             log_level="warning",
             access_log=False,
             server_header=False,

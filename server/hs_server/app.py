@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import http
 import logging
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from types import FrameType
@@ -25,6 +28,8 @@ from hs_server.schemas import ApiError
 
 _LOG = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/health", "/ready"))  # probes carry no key
+CLOSING_SECONDS = 5  # for clients to take the rest of their answers once nothing runs any more
+_HURRIED_SECONDS = 1  # the same after a second signal
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -96,7 +101,12 @@ class Server(uvicorn.Server):
     """Stops in order: refuses new requests, finishes those it has, then closes.
 
     At the first signal `/ready` turns red and generation answers 503, while the port stays open
-    for as long as requests run, `drain_seconds` at most. At the second signal it closes at once.
+    for as long as requests run, `drain_seconds` at most. Requests that run longer are ended: the
+    engine is told to abort them and their clients get the error `stopping`, in streams as the last
+    event. The second signal does that at once. Connections whose clients do not read are cut after
+    `CLOSING_SECONDS`, before uvicorn's `timeout_graceful_shutdown`, which must be larger, would
+    cancel tasks with a traceback for each.
+
     Unlike uvicorn it does not raise the signal again: an orderly stop is exit code 0.
     """
 
@@ -105,20 +115,58 @@ class Server(uvicorn.Server):
         self._gate = gate
         self._drain_seconds = drain_seconds
         self._deadline: float | None = None
+        self._announced = False
+        self._hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Only takes note: a signal may come in the middle of anything, a write to stderr too."""
         if self._deadline is None:
             self._gate.close()
             self._deadline = time.monotonic() + self._drain_seconds
         else:
-            self.should_exit = True
+            self._hurried = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if self._deadline is not None and (
-            self._gate.in_flight == 0 or time.monotonic() >= self._deadline
-        ):
-            self.should_exit = True
+        if self._deadline is not None:
+            if not self._announced:
+                self._announced = True
+                _say(_waiting(self._gate.in_flight, self._drain_seconds))
+            if self._gate.in_flight == 0 or time.monotonic() >= self._deadline:
+                self.should_exit = True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._gate.in_flight:
+            _say(f"stopping: ending {_requests(self._gate.in_flight)}")
+        self._gate.end()
+        cutting = asyncio.create_task(self._cut_off())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+
+    async def _cut_off(self) -> None:
+        """Drop the connections that are still open when the time to take the answers is over."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + (_HURRIED_SECONDS if self._hurried else CLOSING_SECONDS):
+            await asyncio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _waiting(requests: int, seconds: float) -> str:
+    if not requests:
+        return "stopping"
+    what = _requests(requests)
+    return f"stopping: waiting up to {seconds:g} s for {what} (Ctrl-C again ends now)"
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' if count > 1 else ''}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:

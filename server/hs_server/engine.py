@@ -25,6 +25,8 @@ from hs_runtime.policies import CUSTOM_PARAM, PolicyError, SparsityPolicy
 from hs_server.schemas import CLIENT_GONE, ApiError, malformed_fields
 
 _LOG = logging.getLogger(__name__)
+_TOO_LONG = ("context length", "the maximum allowed length")  # of a model, of this KV cache
+_OPERATORS_ADVICE = " or enable --allow-auto-truncate"  # no client can follow it
 REPORT_KEY = "hierasparse"  # in SGLang's meta_info: a list with one JSON text or None per token
 
 
@@ -351,5 +353,6 @@ def _api_error(status: int, message: str) -> ApiError:
         return ApiError(status, "the engine failed on this request", code="engine_failed")
     if "disconnected from the client" in message:  # nobody reads this; it is for the metrics
         return ApiError(CLIENT_GONE, "the client has left", code="client_gone")
-    code = "context_length_exceeded" if "context length" in message else "invalid_value"
-    return ApiError(status, message, code=code)
+    too_long = any(words in message for words in _TOO_LONG)
+    code = "context_length_exceeded" if too_long else "invalid_value"
+    return ApiError(status, message.replace(_OPERATORS_ADVICE, ""), code=code)

@@ -7,13 +7,14 @@ balancers; it is 503 from the first moment of a drain. Both need no key.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -41,28 +42,57 @@ from hs_server.schemas import (
 _LOG = logging.getLogger(__name__)
 _RETRY_SECONDS = 1
 _DRAIN_RETRY_SECONDS = 5
+_CUT_SHORT = "the server stopped before it had finished this request"
 _DONE = b"data: [DONE]\n\n"
 
 Check = Callable[[dict[str, Any], Limits], dict[str, Any]]
 Start = Callable[[Fields, Call], Awaitable[Any]]
+_T = TypeVar("_T")
 
 
 class Gate:
-    """Counts the generation requests being served: at most `limit`, none once it is closed."""
+    """Counts the generation requests being served: at most `limit`, none once it is closed.
+
+    What they wait for, they await through `wait`, so that `end` can end them.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_flight = 0
         self.closed = False
+        self.ended = False
+        self._waits: set[asyncio.Timeout] = set()
 
     def close(self) -> None:
         self.closed = True
 
+    def end(self) -> None:
+        """Close, and raise ApiError 503 in every `wait`, those of now and those to come."""
+        self.closed = self.ended = True
+        now = asyncio.get_running_loop().time()
+        while self._waits:
+            self._waits.pop().reschedule(now)
+
+    async def wait(self, awaitable: Awaitable[_T]) -> _T:
+        """The awaitable's result; at `end` it is cancelled, and ApiError 503 is raised."""
+        if self.ended:
+            raise _stopping(_CUT_SHORT)
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._waits.add(limit)
+                try:
+                    return await awaitable
+                finally:
+                    self._waits.discard(limit)
+        except TimeoutError:
+            if not limit.expired():  # the awaitable's own
+                raise
+            raise _stopping(_CUT_SHORT) from None
+
     def enter(self) -> None:
         if self.closed:
-            raise ApiError(
-                503, "the server is stopping", code="stopping", retry_after=_DRAIN_RETRY_SECONDS
-            )
+            raise _stopping("the server is stopping")
         if self.in_flight >= self.limit:
             raise ApiError(
                 503,
@@ -76,6 +106,10 @@ class Gate:
     def leave(self) -> None:
         self.in_flight -= 1
         metrics().in_flight.set(self.in_flight)
+
+
+def _stopping(message: str) -> ApiError:
+    return ApiError(503, message, code="stopping", retry_after=_DRAIN_RETRY_SECONDS)
 
 
 class JsonAnswer(JSONResponse):
@@ -134,19 +168,24 @@ def build_router(engine: Engine, config: RuntimeConfig, gate: Gate) -> APIRouter
     limits = Limits(engine.model.vocab_size, _model_names(config))
     started = int(time.time())
 
+    async def begin(
+        request: Request, check: Check, start: Start, meter: _Meter
+    ) -> tuple[Call, Any]:
+        policy, fields = await _read(request, check, limits, config)
+        meter.preset = policy.preset
+        call = Call(policy, request)
+        return call, await start(fields, call)
+
     async def answer(request: Request, check: Check, start: Start, patch: _Patch) -> Response:
         gate.enter()
         meter = _Meter(gate)
         streaming = False
         try:
-            policy, fields = await _read(request, check, limits, config)
-            meter.preset = policy.preset
-            headers = response_headers(policy, config.constants)
-            call = Call(policy, request)
-            reply = await start(fields, call)
+            call, reply = await gate.wait(begin(request, check, start, meter))
+            headers = response_headers(call.policy, config.constants)
             if isinstance(reply, AsyncGenerator):
                 # The first event is awaited here: a refusal by the engine still sets the status.
-                events = _events(reply, call, patch, meter)
+                events = _events(reply, call, patch, meter, gate)
                 await anext(events)
                 streaming = True
                 return EventStream(events, headers)
@@ -208,9 +247,7 @@ def build_router(engine: Engine, config: RuntimeConfig, gate: Gate) -> APIRouter
 
     async def ready() -> Response:
         if gate.closed:
-            raise ApiError(
-                503, "the server is stopping", code="stopping", retry_after=_DRAIN_RETRY_SECONDS
-            )
+            raise _stopping("the server is stopping")
         await health()
         return JsonAnswer({"status": "ready"})
 
@@ -286,7 +323,7 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 async def _events(
-    reply: AsyncGenerator[Any, None], call: Call, patch: _Patch, meter: _Meter
+    reply: AsyncGenerator[Any, None], call: Call, patch: _Patch, meter: _Meter, gate: Gate
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. The first item is empty and means that the engine has begun.
 
@@ -295,7 +332,7 @@ async def _events(
     begun = False
     try:
         async with aclosing(reply):
-            async for item in reply:
+            while (item := await gate.wait(anext(reply, None))) is not None:
                 if not begun:
                     begun = True
                     meter.first_event()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -700,14 +703,7 @@ def test_a_client_that_leaves_aborts_its_stream(engine: FakeEngine, path: str) -
 
 def test_a_signal_lets_streams_finish_refuses_new_ones_and_ends_in_order() -> None:
     engine = FakeEngine()
-    app = create_app(engine, CONFIG)
-    settings = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none")
-    server = Server(settings, app.state.gate, drain_seconds=20)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
+    with listening(engine, 20) as (server, port):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
             release = hold_streams(engine)
             with client.stream(
@@ -720,11 +716,116 @@ def test_a_signal_lets_streams_finish_refuses_new_ones_and_ends_in_order() -> No
                 assert client.get("/health").status_code == 200
                 release.set()
                 assert open_.read().endswith(b"data: [DONE]\n\n")
-        thread.join(timeout=10)
-        assert not thread.is_alive() and engine.stopped
+        wait_until(lambda: engine.stopped)
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_what_outlives_the_drain_is_ended_with_our_error(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], hurried: bool
+) -> None:
+    """At the deadline, and with a second signal long before it."""
+    seconds = 20 if hurried else 0.5
+    with listening(engine, seconds) as (server, port), ThreadPoolExecutor(4) as clients:
+        release = hold_streams(engine)
+
+        def post(path: str, stream: bool) -> httpx.Response:
+            url = f"http://127.0.0.1:{port}{path}"
+            return httpx.post(url, json=body_of(path, stream=stream), timeout=20)
+
+        try:
+            streams = [clients.submit(post, "/generate", True)]
+            wait_until(lambda: engine.calls)
+            time.sleep(0.2)  # its first event is out
+            engine.hold = asyncio.Event()
+            plain = [clients.submit(post, path, False) for path in GENERATION]
+            wait_until(lambda: len(engine.calls) == 4)
+            begun = time.monotonic()
+            for _ in range(1 + hurried):
+                server.handle_exit(signal.SIGINT, None)
+            for response in [each.result() for each in plain]:
+                assert refused(response, 503)["code"] == "stopping"
+                assert int(response.headers["Retry-After"]) > 0
+            first, last = events(streams[0].result())
+            assert "error" not in first and last["error"]["code"] == "stopping"
+            wait_until(lambda: engine.stopped)
+            assert time.monotonic() - begun < 4
+        finally:
+            release.set()
+    assert engine.aborted == 1 and server._gate.in_flight == 0
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed and "ancel" not in printed
+    waiting = f"stopping: waiting up to {seconds:g} s for 4 requests (Ctrl-C again ends now)\n"
+    assert printed.count(waiting) == 1
+    assert printed.endswith("stopping: ending 4 requests\n")
+
+
+def test_clients_that_neither_read_nor_write_do_not_delay_the_end(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(engine, 20) as (server, port):
+        deaf, mute = socket.socket(), socket.socket()
+        with deaf, mute:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            for client in (deaf, mute):
+                client.settimeout(10)
+                client.connect(("127.0.0.1", port))
+            deaf.sendall(raw_request({"text": "a", "sampling_params": {"max_new_tokens": 4096}}))
+            mute.sendall(raw_request({"text": "a"})[:-5])
+            wait_until(lambda: any(each.flow.write_paused for each in connections(server)))
+            wait_until(lambda: server._gate.in_flight == 2)
+            server.handle_exit(signal.SIGTERM, None)
+            server.handle_exit(signal.SIGTERM, None)
+            assert mute.recv(4096).startswith(b"HTTP/1.1 503 ")
+            wait_until(lambda: engine.stopped)
+    assert engine.aborted == 1 and server._gate.in_flight == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def raw_request(fields: dict[str, Any]) -> bytes:
+    body = json.dumps({**fields, "stream": True}).encode()
+    lines = ("POST /generate HTTP/1.1", "Host: test", "Content-Type: application/json")
+    head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode()
+    return head + body
+
+
+def connections(server: Server) -> list[Any]:
+    return list(server.server_state.connections)
+
+
+def test_a_stop_without_requests_is_one_line(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(engine, 20) as (server, _):
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: engine.stopped)
+    assert capsys.readouterr().err == "stopping\n"
+
+
+def test_a_timeout_of_the_engine_is_no_end_of_the_gate() -> None:
+    async def late() -> None:
+        raise TimeoutError("the engine's own")
+
+    with pytest.raises(TimeoutError, match="own"):
+        asyncio.run(routes.Gate(1).wait(late()))
+
+
+@contextlib.contextmanager
+def listening(engine: FakeEngine, drain_seconds: float) -> Iterator[tuple[Server, int]]:
+    """A server on a port, in a thread that has ended when the block has."""
+    app = create_app(engine, CONFIG)
+    settings = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_level="warning", ws="none", http="h11"
+    )
+    server = Server(settings, app.state.gate, drain_seconds)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield server, server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         thread.join(timeout=10)
+        assert not thread.is_alive()
 
 
 def hold_streams(engine: FakeEngine) -> threading.Event:

@@ -133,6 +133,9 @@ def test_the_carrier_is_the_manager_in_everything_else() -> None:
     [
         (ValueError("too odd"), 400, "invalid_value", None),
         (ValueError("exceeds the context length"), 400, "context_length_exceeded", None),
+        (ValueError("Input length (9 tokens) exceeds the maximum allowed length (8 tokens). "
+                    "Use a shorter input or enable --allow-auto-truncate."), 400,
+         "context_length_exceeded", None),
         (ValueError("Request is disconnected from the client side"), CLIENT_GONE, "client_gone",
          None),
         (HTTPException(503, "The request queue is full."), 503, "overloaded", 1),
@@ -146,7 +149,7 @@ def test_refusals_by_sglang_get_our_status_and_code(
     refusal = engine._refusal(error)
     assert isinstance(refusal, ApiError)
     assert (refusal.status, refusal.code, refusal.retry_after) == (status, code, retry_after)
-    assert "/srv" not in refusal.message
+    assert "/srv" not in refusal.message and "--" not in refusal.message
 
 
 def test_a_defect_stays_what_it_is() -> None:

@@ -11,14 +11,18 @@ from hs_runtime.policies.policy import PRESETS, ServerConstants
 from hs_server.__main__ import banner, run, take_port
 
 
-def test_a_taken_port_is_refused_before_anything_loads() -> None:
+def test_a_taken_port_is_refused_before_anything_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with take_port("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*in use"):
             take_port("127.0.0.1", port)
-        with pytest.raises(SystemExit, match="in use"):
+        with pytest.raises(SystemExit) as ended:
             run(RuntimeConfig(port=port), [])
+        assert ended.value.code == 2
+        assert "in use" in capsys.readouterr().err
 
 
 def test_a_taken_port_refuses_clients_until_it_listens() -> None:
