@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -366,17 +367,42 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_the_rest(
 
 
 def test_a_drain_is_bounded(tiny: Path, tmp_path: Path) -> None:
+    """What runs longer is told so: a stream by its last event, others by their status."""
+    completion = {"model": "tiny", "prompt": token_ids(900), "max_tokens": 1500, "ignore_eos": True}
+    asks = [
+        ("/generate", wish(token_ids(900), 1500)),
+        ("/v1/completions", completion),
+        ("/v1/completions", completion | {"stream": True}),
+    ]
     with server(tiny, tmp_path / "log", drain_seconds=2) as started:
-        body = wish(token_ids(900), 5000, stream=True)
-        with started.client.stream("POST", "/generate", json=body) as reply:
+        url = f"http://127.0.0.1:{started.port}"
+        body = wish(token_ids(900), 1500, stream=True)
+        with (
+            ThreadPoolExecutor(len(asks)) as clients,
+            started.client.stream("POST", "/generate", json=body) as reply,
+        ):
             lines = reply.iter_lines()
             next(lines)
+            others = [clients.submit(httpx.post, url + p, json=b, timeout=300) for p, b in asks]
+            deadline = time.monotonic() + END_SECONDS
+            while sample(started, "hierasparse_requests_in_flight") < 4:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
             begun = time.monotonic()
             started.process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(httpx.HTTPError):
-                list(lines)
+            rest = [line for line in lines if line]
+            replies = [each.result() for each in others]
+            assert time.monotonic() - begun < 30
             assert assert_ends(started) == 0
             assert time.monotonic() - begun < 60
+    assert '"code":"stopping"' in rest[-2] and rest[-1] == "data: [DONE]"
+    for late in replies[:2]:
+        assert late.status_code == 503 and late.json()["error"]["code"] == "stopping"
+    # The last one has or has not seen its first token.
+    assert replies[2].status_code in (200, 503) and '"code":"stopping"' in replies[2].text
+    log = (tmp_path / "log").read_text()
+    assert "stopping: waiting up to 2 s for 4 requests " in log
+    assert "Traceback" not in log, log[-4000:]
 
 
 def test_a_failed_compression_costs_its_batch_and_nobody_else(
