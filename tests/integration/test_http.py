@@ -201,10 +201,6 @@ def test_the_other_routes(server: ServerProcess) -> None:
         assert missing.status_code == 404 and missing.json()["error"]["type"]
 
 
-def test_zz_sigterm_ends_the_server_with_code_zero(server: ServerProcess) -> None:
-    assert server.stop() == 0
-
-
 @pytest.mark.parametrize(
     "field",
     [
@@ -221,3 +217,7 @@ def test_a_request_cannot_ask_for_the_evaluations_tap(
     response = server.client.post("/generate", json=body("/generate") | field)
     assert response.status_code == 400, response.text
     assert next(iter(field)) in response.text or "custom_params" in response.text
+
+
+def test_zz_sigterm_ends_the_server_with_code_zero(server: ServerProcess) -> None:
+    assert server.stop() == 0
