@@ -6,6 +6,7 @@ SGLang; `hs-runtime serve` is the way to make both.
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 from collections.abc import Sequence
@@ -75,6 +76,8 @@ def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
         )
         _say(banner(config, f"http://{f'[{address}]' if ':' in address else address}:{port}"))
         Server(settings, app.state.gate, config.drain_seconds).run(sockets=[bound])
+    # The interpreter would collect once more, through all of torch and SGLang: seconds, in vain.
+    gc.freeze()
 
 
 def banner(config: RuntimeConfig, url: str) -> str:
