@@ -8,6 +8,7 @@ out in order on the forward stream (`take_operations`, `apply`).
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hs_kernels import ops
 from hs_kernels.block_format import BlockFormat, BlockKind, Side, dense_ref, sparse_ref
 from hs_kernels.reference import dense_slots, sparse_slots, write_dummy
 
@@ -209,6 +211,19 @@ class Convert:
 
 
 Operation = Bind | Share | Drop | Move | Convert
+
+
+def _independent_moves(operations: Sequence[Operation], start: int) -> int:
+    """Where the moves from `start` on end that are of its kind and touch none of each other's
+    slots."""
+    first, touched, stop = operations[start], set[int](), start
+    assert isinstance(first, Move)
+    for op in itertools.islice(operations, start, None):
+        if not isinstance(op, Move) or op.kind != first.kind or touched & {op.old, op.new}:
+            break
+        touched |= {op.old, op.new}
+        stop += 1
+    return stop
 
 
 class BlockPool:
@@ -414,7 +429,9 @@ class BlockPool:
         while start < len(operations):
             kind = type(operations[start])
             stop = start + 1
-            while stop < len(operations) and type(operations[stop]) is kind and kind is not Move:
+            if kind is Move:
+                stop = _independent_moves(operations, start)
+            while kind is not Move and stop < len(operations) and type(operations[stop]) is kind:
                 stop += 1
             run: list[Any] = list(operations[start:stop])
             if kind is Bind:
@@ -427,7 +444,7 @@ class BlockPool:
                 )
                 self.refs[:, :, new] = self.refs[:, :, old]
             elif kind is Move:
-                self._apply_move(run[0])
+                self._apply_moves(run)
             else:
                 try:
                     convert(run)
@@ -448,15 +465,22 @@ class BlockPool:
         values = torch.tensor(list(last.values()), dtype=torch.int32).to(self.device)
         self.refs[:, sides, pages] = values[None, :, None]
 
-    def _apply_move(self, op: Move) -> None:
-        view = self.dense_view if op.kind == DENSE else self.sparse_view
+    def _apply_moves(self, run: Sequence[Move]) -> None:
+        """Moves of one kind that do not touch each other's slots, in two passes over a layer."""
+        kind, sign = run[0].kind, 1 if run[0].kind == DENSE else -1
+        block = self.format.dense_bytes if kind == DENSE else self.format.sparse_bytes
+        old, new = (self._index([getattr(op, name) for op in run]) for name in ("old", "new"))
+        source, target = old.to(torch.int32), new.to(torch.int32)
+        ops.copy_slots(self.arena, source, target, self.heads * block)
+        slots = (self.ledger.superblocks + 1) * self.ledger.per[kind]
+        moved = torch.arange(slots, dtype=torch.int32, device=self.device)
+        moved[old] = target
         for layer in range(self.layers):
-            slots = view(layer)
-            slots[op.new] = slots[op.old]
-            if op.kind == SPARSE and self.means is not None:
-                self.means[layer][op.new] = self.means[layer][op.old]
-        sign = 1 if op.kind == DENSE else -1
-        self.refs[self.refs == sign * op.old] = sign * op.new
+            if kind == SPARSE and self.means is not None:
+                self.means[layer][new] = self.means[layer][old]
+            of_kind = (self.refs[layer] * sign).clamp_(min=0)  # slot 0 of either kind stays
+            follow = moved[of_kind.long()] * sign
+            torch.where(of_kind > 0, follow, self.refs[layer], out=self.refs[layer])
 
     # integrity
 

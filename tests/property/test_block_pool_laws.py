@@ -436,9 +436,10 @@ def test_sizes_are_those_of_the_format() -> None:
 
 BROKEN = {
     "refs do not follow a moved slot":
-        ("BlockPool._apply_move", "self.refs[self.refs == sign * op.old] = sign * op.new", "pass"),
+        ("BlockPool._apply_moves", "moved[of_kind.long()] * sign", "of_kind * sign"),
     "the bytes of a moved slot stay behind":
-        ("BlockPool._apply_move", "slots[op.new] = slots[op.old]", "pass"),
+        ("BlockPool._apply_moves", "ops.copy_slots(self.arena, source, target, self.heads * block)",
+         "pass"),
     "refs of freed pages stay":
         ("BlockPool.release_pages", "self._operations.append(Drop(page))", "pass"),
     "the emptied superblock keeps its slots' places":
