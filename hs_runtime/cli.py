@@ -18,13 +18,12 @@ from hs_runtime.config import (
     PREFILL_KERNELS,
     ConfigError,
     RuntimeConfig,
-    cache_dir,
     quiet_foreign_warnings,
     read_api_key,
     set_process_environment,
 )
 from hs_runtime.demo_model import MODEL_NAME as DEMO_MODEL_NAME
-from hs_runtime.demo_model import DemoModelError, ensure_demo_model
+from hs_runtime.demo_model import DemoModelError, demo_model_folder, ensure_demo_model
 from hs_runtime.device import probe_devices
 from hs_runtime.launch import LaunchPlan, plan_launch
 from hs_runtime.policies.policy import ANCHORS, PRESETS, PolicyError, ServerConstants, parse_policy
@@ -496,7 +495,7 @@ def _resolve(
 
 
 def _fetched_demo_model() -> Path | None:
-    folder = cache_dir() / "models" / DEMO_MODEL_NAME
+    folder = demo_model_folder()
     return folder if folder.is_dir() else None
 
 

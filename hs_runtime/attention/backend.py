@@ -70,9 +70,9 @@ class HieraAttnBackend(AttentionBackend):
         *,
         q_heads: int,
         max_rows: int,
+        prefill_kernel: str,
+        expanded_pages: int,
         permutation: Tensor | None = None,
-        prefill_kernel: str = "sparse",
-        expanded_pages: int = 4096,
     ) -> None:
         super().__init__()
         self.token_to_kv_pool, self.req_to_token_pool = pool, req_to_token_pool
@@ -211,8 +211,8 @@ class HieraAttnBackend(AttentionBackend):
         return out.reshape(out.shape[0], -1)
 
     def _attend_expanded(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Unpacks what the queries read, then attends densely, which on Hopper is faster than with
-        the sparse kernels (csrc/PREFILL_NOTES.md) and elsewhere needs no kernel of ours."""
+        """Unpacks what the queries read, then attends densely: on Hopper because the dense kernel
+        outruns the sparse ones (csrc/PREFILL_NOTES.md), elsewhere for want of kernels."""
         pool, fmt = self.pool, self.pool.format
         outs = []
         for plan in self._expanded:

@@ -72,8 +72,11 @@ class HieraRadixCache(RadixCache):
         self._fresh: list[TreeNode] = []  # made when the last batch was planned
         self._check, self._check_always, self._checked = check, check_always, False
         self._metrics = PoolMetrics(self.block_pool) if params.enable_metrics else None
-        group = params.tp_cache_group if check_ranks else None
-        self._rank_check = RankCheck(gather_over(group)) if group is not None else None
+        self._rank_check = None
+        if check_ranks and ranks > 1:
+            if params.tp_cache_group is None:
+                raise ValueError(f"check_ranks: {ranks} ranks and no group to compare them over")
+            self._rank_check = RankCheck(gather_over(params.tp_cache_group))
 
     def reset(self) -> None:
         super().reset()

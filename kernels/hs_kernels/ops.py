@@ -504,6 +504,10 @@ def store_tokens(
         q.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[1] % k.shape[1] == 0,
         f"q is {list(q.shape)}, not [{k.shape[0]}, Hq, {fmt.head_dim}]",
     )
+    _check(
+        tuple(locations.shape) == (k.shape[0],) and locations.dtype == torch.int64,
+        f"locations are {locations.dtype} {list(locations.shape)}, not int64 [{k.shape[0]}]",
+    )
     for name, x in (("k", k), ("v", v), ("q", q)):
         _check(x.dtype == fmt.torch_dtype, f"{name} is {x.dtype}, not {fmt.torch_dtype}")
     _check_arena(arena)
