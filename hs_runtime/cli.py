@@ -25,7 +25,7 @@ from hs_runtime.config import (
 from hs_runtime.demo_model import MODEL_NAME as DEMO_MODEL_NAME
 from hs_runtime.demo_model import DemoModelError, demo_model_folder, ensure_demo_model
 from hs_runtime.device import probe_devices
-from hs_runtime.launch import LaunchPlan, plan_launch
+from hs_runtime.launch import CPU_MAX_REQUESTS, LaunchPlan, plan_launch
 from hs_runtime.policies.policy import ANCHORS, PRESETS, PolicyError, ServerConstants, parse_policy
 
 if TYPE_CHECKING:
@@ -433,6 +433,8 @@ def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) 
     typer.echo("prompt  " + "".join(f"{name:>10}" for name in PRESETS))
     for length, fits in found.requests.items():
         typer.echo(f"{length >> 10:>5}K  " + "".join(f"{fits[name]:>10}" for name in PRESETS))
+    if devices[0].kind == "cpu":
+        typer.echo(f"\nOn a CPU `serve` runs {CPU_MAX_REQUESTS} at once (--max-running-requests).")
 
 
 def _resolve(

@@ -20,7 +20,7 @@ EXPANDED_PAGES: Final = 4096  # of one layer that prefill unpacks at once, or th
 
 _GIB: Final = 1 << 30
 _CPU_CACHE_BYTES: Final = 2 * _GIB  # 40 thousand dense float32 tokens of the demonstration model
-_CPU_MAX_REQUESTS: Final = 16
+CPU_MAX_REQUESTS: Final = 16
 _UNKNOWN_MODEL_TOKEN_BYTES: Final = 256 << 10  # above that of a dense 70B model on two GPUs
 _UNKNOWN_MODEL_EXPANDED_BYTES: Final = _GIB  # 4,096 pages of 8 kv heads of 128 channels
 _LEAST_RESERVE_BYTES: Final = 4 * _GIB
@@ -103,7 +103,7 @@ def plan_launch(
         # float32 is what the reference operators compute in; SGLang would choose bfloat16.
         defaults["--dtype"] = "float32"
         defaults["--disable-decode-cuda-graph"] = None
-        defaults["--max-running-requests"] = str(_CPU_MAX_REQUESTS)
+        defaults["--max-running-requests"] = str(CPU_MAX_REQUESTS)
         if not kv_cache_bytes:
             available = device.free_bytes or device.total_bytes
             kv_cache_bytes = min(_CPU_CACHE_BYTES, available // 4)

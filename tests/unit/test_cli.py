@@ -441,3 +441,4 @@ def test_capacity_stops_at_the_model_s_context(tmp_path: Path) -> None:
     result = invoke("doctor", "--capacity", "--device", "cpu", "--model", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "1K" in result.output and "8K" not in result.output
+    assert "`serve` runs 16 at once" in result.output
