@@ -18,6 +18,8 @@ clock the other's turn has let rise: give at least 250 for what either does on i
 `--curve` walks the share of sparse blocks, of V alone and of both. `--ablation` tells what the
 general kernels cost from what sparse blocks gain: `kernel` names the sides for which the kernel
 takes sparse blocks, which is the fastest that can read the pages unless it says otherwise.
+`--expanded` times what serving does by default instead: sparse blocks unpacked into a scratch arena
+(timed with it), then the dense kernel; with block means of V, too (`means`).
 """
 
 import argparse
@@ -27,6 +29,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -63,6 +66,7 @@ ABLATION = [
     ((1.0, 0.0), "kv"),
     ((1.0, 1.0), "kv"),
 ]
+EXPANDED = [(share, "expanded") for share in SHARES[1:]] + [(SHARES[1], "expanded, means")]
 # Bounds of PREFILL_NOTES.md over the same bound of the dense kernel, for D = 128.
 PREDICTED = {(0.0, 0.0): 1.0, (0.0, 1.0): 931 / 895, (1.0, 1.0): 854 / 895}
 SEED = 1
@@ -103,6 +107,16 @@ class Stored:
     refs: torch.Tensor
     plan: PrefillPlan
     sparse_pages: tuple[torch.Tensor, torch.Tensor]  # bool [pages] of K and of V
+    means: torch.Tensor  # [sparse slots, heads, D], all zero: what they cost, not what they change
+
+    @cached_property
+    def expanded(self) -> torch.Tensor:
+        """Refs into the scratch arena that `ops.expand_blocks` makes of all pages."""
+        _, pages, heads = self.refs.shape
+        refs = torch.zeros_like(self.refs)
+        slots = 1 + torch.arange(2 * (pages - 1), device=refs.device, dtype=torch.int32)
+        refs[:, 1:] = slots.view(2, pages - 1, 1).expand(-1, -1, heads)
+        return refs
 
 
 def store(layer: Layer, share: tuple[float, float]) -> Stored:
@@ -159,7 +173,9 @@ def store(layer: Layer, share: tuple[float, float]) -> Stored:
         tile_offsets=int32(torch.arange(layer.batch + 1) * tiles),
         frontiers=int32(starts // SEGMENT * SEGMENT // PAGE).repeat(layer.batch),
     )
-    return Stored(arena, refs, plan, (masks[0], masks[1]))
+    shape = (total * fmt.sparse_per_superblock, heads, fmt.head_dim)
+    means = torch.zeros(shape, device="cuda", dtype=fmt.torch_dtype)
+    return Stored(arena, refs, plan, (masks[0], masks[1]), means)
 
 
 def kernel_for(share: tuple[float, float]) -> str:
@@ -168,8 +184,14 @@ def kernel_for(share: tuple[float, float]) -> str:
 
 
 def attend(layer: Layer, stored: Stored, kernel: str) -> torch.Tensor:
+    """`kernel` names the sides that may be sparse, or is "expanded" or "expanded, means"."""
+    arena, refs = stored.arena, stored.refs
+    if kernel.startswith("expanded"):
+        means = stored.means if kernel.endswith("means") else None
+        arena = ops.expand_blocks(arena, refs[:, 1:].contiguous(), layer.fmt, means)
+        refs, kernel = stored.expanded, ""
     out, _ = ops.prefill_attention(
-        *(layer.q, layer.k, layer.v, stored.arena, stored.refs, stored.plan),
+        *(layer.q, layer.k, layer.v, arena, refs, stored.plan),
         *(layer.scale, layer.fmt),
         sparse_k="k" in kernel,
         sparse_v="v" in kernel,
@@ -263,6 +285,7 @@ def main() -> None:
     walk = parser.add_mutually_exclusive_group()
     walk.add_argument("--curve", action="store_true", help="shares of sparse blocks from 0 to 1")
     walk.add_argument("--ablation", action="store_true", help="every kernel on dense pages too")
+    walk.add_argument("--expanded", action="store_true", help="unpacking, then the dense kernel")
     arguments = parser.parse_args()
     fa3 = fa3_forward(arguments.fa3_library)
     if fa3 is None:
@@ -270,6 +293,8 @@ def main() -> None:
     cases = [tuple(map(int, c.split("x"))) for c in arguments.cases.split(",") if c] or CASES
     if arguments.ablation:
         wanted = ABLATION
+    elif arguments.expanded:
+        wanted = EXPANDED
     else:
         shares = CURVE if arguments.curve else SHARES
         wanted = [(share, kernel_for(share)) for share in shares]

@@ -13,7 +13,8 @@ run() {
 }
 run --suite kl@3072 --scored-prompt 0 --arms "dense,decode=1/1+$m,decode=1/0+$m,decode=0/1+$m" \
     --arms "decode=1/1+$c,decode=1/0+$c,decode=0/1+$c"
-run --suite copy,passkey --arms "dense,decode=1/1+$m,decode=1/1+$c"
+run --suite copy --documents 20 --arms "dense,decode=1/1+$m,decode=1/1+$c" # 64 tokens a document
+run --suite passkey --arms "dense,decode=1/1+$m,decode=1/1+$c"
 run --suite kl@6144 --steps 16 --arms "prefill=1/1+$m,prefill=0/1+$m,prefill=1/0+$m" \
     --arms "prefill=1/1+$c,prefill=0/1+$c,prefill=1/0+$c"
 run --suite kl@6144 --steps 16 --arms "max+$m+anchor=chunk+chunk=1024"
