@@ -24,11 +24,11 @@ namespace {
 struct CompensateParams {
   const void* blocks;  // [N, H, 64, D] with element strides; D is contiguous
   std::int64_t block_stride, head_stride, token_stride;
-  const float* weights;  // [H, D], of |x|
-  const float* factor;   // [H, D, D], upper triangular
+  const float* weights;  // [layers, H, D], of |x|
+  const float* factor;   // [layers, H, D, D], upper triangular
   std::uint8_t* arena;
   const int* refs;  // [N, H]: > 0 dense, < 0 sparse, 0 leaves the block out
-  int blocks_count, heads;
+  int layer_blocks, heads, layers;  // N = layers * layer_blocks, layers end to end
 };
 
 constexpr int kStep = 16;  // channels whose errors are collected before later ones take them
@@ -236,23 +236,26 @@ __device__ void compensate_rows(const typename Plan<D>::Shared& shared, Stage<D,
   }
 }
 
-// Grid [*, H]: a CTA prepares the factor of one head and goes through its blocks.
+// Grid [*, layers * H]: a CTA prepares the factor of one head and goes through its blocks.
 template <int D, typename T>
 __global__ void __launch_bounds__(kStoreThreads, D <= 128 ? 2 : 1)
     compensate_kernel(const CompensateParams p) {
   using P = Plan<D>;
   extern __shared__ __align__(16) unsigned char memory[];
   typename P::Shared& shared = *reinterpret_cast<typename P::Shared*>(memory);
-  const int head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  prepare<D>(shared, p.factor + static_cast<std::int64_t>(head) * D * D, p.weights + head * D);
+  const int head = blockIdx.y % p.heads, layer = blockIdx.y / p.heads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const std::int64_t constants = blockIdx.y;
+  prepare<D>(shared, p.factor + constants * D * D, p.weights + constants * D);
   __syncthreads();
 
   const int of_cta = warp / P::kWarpsOfBlock, t = threadIdx.x % (P::kWarpsOfBlock * 32);
   Stage<D, Side::K>& stage = shared.stages[of_cta];
-  for (int base = blockIdx.x * P::kBlocks; base < p.blocks_count; base += gridDim.x * P::kBlocks) {
-    const int n = base + of_cta;
-    const int ref =
-        n < p.blocks_count ? p.refs[static_cast<std::int64_t>(n) * p.heads + head] : 0;
+  for (int base = blockIdx.x * P::kBlocks; base < p.layer_blocks; base += gridDim.x * P::kBlocks) {
+    const int n = layer * p.layer_blocks + base + of_cta;
+    const int ref = base + of_cta < p.layer_blocks
+                        ? p.refs[static_cast<std::int64_t>(n) * p.heads + head]
+                        : 0;
     const T* block =
         static_cast<const T*>(p.blocks) + n * p.block_stride + head * p.head_stride;
     if (ref > 0) {
@@ -278,9 +281,10 @@ cudaError_t launch(const CompensateParams& p, int processors, cudaStream_t strea
       compensate_kernel<D, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   constexpr int kCtas = D <= 128 ? 2 : 1, kBlocks = Plan<D>::kBlocks;
-  const int most = (p.blocks_count + kBlocks - 1) / kBlocks;
-  const int wanted = (kCtas * processors + p.heads - 1) / p.heads;
-  const dim3 grid(most < wanted ? most : wanted, p.heads);
+  const int rows = p.layers * p.heads;
+  const int most = (p.layer_blocks + kBlocks - 1) / kBlocks;
+  const int wanted = (kCtas * processors + rows - 1) / rows;
+  const dim3 grid(most < wanted ? most : wanted, rows);
   compensate_kernel<D, T><<<grid, kStoreThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
@@ -308,12 +312,14 @@ HS_EXPORT int hs_store_compensated(int dtype, int head_dim, const void* blocks,
                                    long long block_stride, long long head_stride,
                                    long long token_stride, const float* weights,
                                    const float* factor, void* arena, const int* refs,
-                                   int blocks_count, int heads, int processors, void* stream) {
+                                   int blocks_count, int heads, int layers, int processors,
+                                   void* stream) {
   using namespace hs;
   if (blocks_count == 0) return cudaSuccess;
   const CompensateParams p = {blocks,  block_stride, head_stride,
                               token_stride, weights, factor,
-                              static_cast<std::uint8_t*>(arena), refs, blocks_count, heads};
+                              static_cast<std::uint8_t*>(arena), refs, blocks_count / layers, heads,
+                              layers};
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   switch (head_dim) {
     case 64:

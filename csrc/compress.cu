@@ -26,13 +26,14 @@ struct StoreParams {
   const void* blocks;      // [N, H, 64, D] with element strides; D is contiguous
   std::int64_t block_stride, head_stride, token_stride;
   const std::uint8_t* keep;  // kGiven: bool [N, H, 64, D], contiguous
-  const float* weights;    // kWeighted: [H, D], kByToken: [N, H, 64]; of |x|
+  const float* weights;    // kWeighted: [layers, H, D], kByToken: [N, H, 64]; of |x|
   std::uint8_t* arena;
   const int* refs;         // [N, H] times `ref_sign`: > 0 dense, < 0 sparse, 0 leaves the block out
   int ref_sign;
   void* means;             // [sparse slots, H, D]: if given, the means subtracted from V blocks
   float* losses;           // [N, H]: if given, the losses are all that is computed
   int blocks_count, heads;
+  int layer_blocks;        // blocks of a layer; layers lie end to end
 };
 
 // `kLoss`: a pass that sums losses; else one that stores.
@@ -243,7 +244,8 @@ __device__ __forceinline__ void store(const StoreParams& p, Stages<D, S>& stages
   Pruner<T, kRule, kLoss> pruner;
   const std::uint8_t* keep =
       kRule == kGiven ? p.keep + (exists ? index : 0) * (kBlockSize * D) : nullptr;
-  const float* weights = kRule == kWeighted  ? p.weights + head * D
+  const float* weights = kRule == kWeighted
+                             ? p.weights + (static_cast<std::int64_t>(n / p.layer_blocks) * p.heads + head) * D
                          : kRule == kByToken ? p.weights + (exists ? index : 0) * kBlockSize
                                              : nullptr;
   if constexpr (S == Side::K) {
@@ -373,9 +375,9 @@ cudaError_t launch_pair_dtype(int dtype, const StoreParams& k, const StoreParams
 struct TokenWeightParams {
   const void* keys;  // [N, H, 64, D] with element strides; D is contiguous
   std::int64_t block_stride, head_stride, token_stride;
-  const float* query;  // [H, D]
+  const float* query;  // [layers, H, D]
   float* weights;      // [N, H, 64]
-  int heads;
+  int heads, layer_blocks;
 };
 
 // weight = exp(query key). D / 8 lanes for each row, of which the grid has a whole number.
@@ -386,11 +388,11 @@ __global__ void token_weights_kernel(const TokenWeightParams p) {
       (static_cast<std::int64_t>(blockIdx.x) * kTokenWeightThreads + threadIdx.x) / kLanes;
   const int lane = threadIdx.x % kLanes, token = static_cast<int>(row % kBlockSize);
   const std::int64_t index = row / kBlockSize;
-  const int head = static_cast<int>(index % p.heads);
-  const uint4 key =
-      load_16(static_cast<const T*>(p.keys) + index / p.heads * p.block_stride +
-              head * p.head_stride + token * p.token_stride + 8 * lane);
-  const float* query = p.query + head * D + 8 * lane;
+  const int n = static_cast<int>(index / p.heads), head = static_cast<int>(index % p.heads);
+  const uint4 key = load_16(static_cast<const T*>(p.keys) + n * p.block_stride +
+                            head * p.head_stride + token * p.token_stride + 8 * lane);
+  const float* query =
+      p.query + (static_cast<std::int64_t>(n / p.layer_blocks) * p.heads + head) * D + 8 * lane;
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -443,7 +445,7 @@ HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const
                               long long token_stride, const void* keep, const float* weights,
                               void* arena, const int* refs, int ref_sign, int centered,
                               void* means, float* losses, int blocks_count, int heads,
-                              void* stream) {
+                              int layers, void* stream) {
   using namespace hs;
   if (blocks_count == 0) return cudaSuccess;
   const StoreParams p = {blocks,
@@ -458,7 +460,8 @@ HS_EXPORT int hs_store_blocks(int dtype, int head_dim, int side, int rule, const
                          means,
                          losses,
                          blocks_count,
-                         heads};
+                         heads,
+                         blocks_count / layers};
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   switch (head_dim) {
     case 64:
@@ -486,7 +489,7 @@ HS_EXPORT int hs_store_pair(int dtype, int head_dim, const void* k, const void* 
   keys.token_stride = token_stride;
   keys.arena = static_cast<std::uint8_t*>(arena);
   keys.refs = k_refs, keys.ref_sign = 1;
-  keys.blocks_count = blocks_count, keys.heads = heads;
+  keys.blocks_count = keys.layer_blocks = blocks_count, keys.heads = heads;
   StoreParams values = keys;
   values.blocks = v, values.refs = v_refs;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
@@ -515,14 +518,15 @@ HS_EXPORT int hs_rank_blocks(const float* losses, int* ranks, int rows, int cand
   return cudaGetLastError();
 }
 
-// keys [N, H, 64, D], strides in elements; query f32 [H, D] -> weights f32 [N, H, 64].
+// keys [N, H, 64, D], strides in elements; query f32 [layers, H, D] -> weights f32 [N, H, 64].
 HS_EXPORT int hs_token_weights(int dtype, int head_dim, const void* keys, long long block_stride,
                                long long head_stride, long long token_stride, const float* query,
-                               float* weights, int blocks_count, int heads, void* stream) {
+                               float* weights, int blocks_count, int heads, int layers,
+                               void* stream) {
   using namespace hs;
   if (blocks_count == 0) return cudaSuccess;
   const TokenWeightParams p = {keys,  block_stride, head_stride, token_stride,
-                               query, weights,      heads};
+                               query, weights,      heads,       blocks_count / layers};
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   switch (head_dim) {
     case 64:

@@ -127,9 +127,14 @@ __global__ void schedule_kernel(Plan plan, Item* items, int* next) {
 // --- shared memory -------------------------------------------------------------------------------
 
 struct StepInfo {
-  int4 block[2];  // first token, first and one past the last valid token (relative), sparse
-  int masked;     // some score of the item may have to be masked
-  int unused[3];
+  int4 block[2];  // first token, first and one past the last valid token (relative), unused
+};
+
+// What the next 32 blocks of an item are, block 0 in bit 0: read once in 16 steps, because a load
+// from shared memory under the products' traffic takes 100 clocks and more. Four sets in turn;
+// producers run at most `kStages` steps ahead.
+struct Words {
+  uint32_t k_sparse, masked, v_sparse, unused;
 };
 
 template <class Element, int HeadDim, bool MixedK, bool MixedV>
@@ -150,8 +155,8 @@ struct Config {
   static constexpr int kP = kV + kStages * 2 * kDenseBytes;
   static constexpr int kColumns = kP + (MixedV ? kConsumers * 2 * kPBytes : 0);
   static constexpr int kInfo = kColumns + kConsumers * 4 * kWarpgroupRows * 4;
-  static constexpr int kKinds = kInfo + kStages * int(sizeof(StepInfo));
-  static constexpr int kItems = (kKinds + kStages * 8 + 15) / 16 * 16;
+  static constexpr int kWords = kInfo + kStages * int(sizeof(StepInfo));
+  static constexpr int kItems = kWords + 4 * int(sizeof(Words));
   static constexpr int kBarriers = (kItems + 2 * 48 + 15) / 16 * 16;
   static constexpr int kBytes = kBarriers + 8 * (2 + 4 * kStages + 5);
   static_assert(kBytes <= 232448, "shared memory of one CTA");
@@ -198,24 +203,25 @@ __device__ Source source_of(const Params& p, const Item& item, const Runs& runs,
 }
 
 // First token of a block, and which of its tokens count: [lo, hi).
-__device__ int4 extent_of(const Item& item, const Runs& runs, int e, bool sparse) {
-  if (e >= item.blocks) return make_int4(0, 0, 0, sparse);
+__device__ int4 extent_of(const Item& item, const Runs& runs, int e) {
+  if (e >= item.blocks) return make_int4(0, 0, 0, 0);
   if (e < runs.chunk) {
     const int first = (runs.last_page - e) * kBlockSize;
-    return make_int4(first, max(0, item.prefix - first), kBlockSize, sparse);
+    return make_int4(first, max(0, item.prefix - first), kBlockSize, 0);
   }
   e -= runs.chunk;
   if (e < runs.tail) {
     const int first = (runs.tail_last - e) * kBlockSize;
-    return make_int4(first, 0, min(kBlockSize, item.prefix - first), sparse);
+    return make_int4(first, 0, min(kBlockSize, item.prefix - first), 0);
   }
-  return make_int4((runs.refs - 1 - e + runs.tail) * kBlockSize, 0, kBlockSize, sparse);
+  return make_int4((runs.refs - 1 - e + runs.tail) * kBlockSize, 0, kBlockSize, 0);
 }
 
 template <class C, int Side>
 __device__ __forceinline__ void produce_item(const Params& p, const Item& item, int kv_head,
                                              char* smem, uint32_t base, const Barriers<C>& bar,
-                                             Ring<C::kStages>& ring, uint32_t& begun_parity) {
+                                             Ring<C::kStages>& ring, uint32_t& begun_parity,
+                                             uint32_t& chunk) {
   constexpr bool kMixed = Side == 0 ? C::kMixedK : C::kMixedV;
   constexpr bool kChunkMajor = Side == 0 && !C::kMixedK;  // K as one operand of 128 rows
   const int lane = threadIdx.x % 32;
@@ -232,6 +238,13 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
     if (first + 32 < item.blocks)
       ahead = source_of(p, item, runs, Side, kv_head, first + 32 + lane);
     const int count = min(32, item.blocks - first);
+    uint32_t masked_bits = 0;
+    const uint32_t sparse_bits = __ballot_sync(~0u, mine.kind == kSparse);
+    if constexpr (Side == 0) {
+      const int4 extent = extent_of(item, runs, first + lane);
+      masked_bits = __ballot_sync(~0u, extent.x + kBlockSize > item.start + 1 || extent.y > 0 ||
+                                           extent.z < kBlockSize);
+    }
 #pragma unroll 1
     for (int e = 0; e < count; e += 2) {
       const int st = ring.slot;
@@ -249,20 +262,15 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
         const uint32_t full = Side == 0 ? bar.k_full(st) : patch ? bar.begun() : bar.v_full(st);
         const uint32_t stage = base + (Side == 0 ? C::kK : C::kV) + st * 2 * C::kDenseBytes;
         uint32_t bytes = 0;
-        bool masked = false;
+        auto* words = reinterpret_cast<Words*>(smem + C::kWords) + chunk % 4;
+        if (Side == 1 && e == 0) words->v_sparse = sparse_bits;
+        if (Side == 0 && e == 0) words->k_sparse = sparse_bits, words->masked = masked_bits;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const bool sparse = kMixed && source[h].kind == kSparse;
-          bytes += sparse ? C::kSparseBytes : C::kDenseBytes;
+          bytes += kMixed && source[h].kind == kSparse ? C::kSparseBytes : C::kDenseBytes;
           if constexpr (Side == 0) {
             auto* info = reinterpret_cast<StepInfo*>(smem + C::kInfo) + st;
-            const int4 extent = extent_of(item, runs, first + e + h, sparse);
-            info->block[h] = extent;
-            masked |=
-                extent.x + kBlockSize > item.start + 1 || extent.y > 0 || extent.z < kBlockSize;
-            info->masked = masked;
-          } else {
-            reinterpret_cast<int*>(smem + C::kKinds)[2 * st + h] = sparse;
+            info->block[h] = extent_of(item, runs, first + e + h);
           }
         }
         barrier_arrive_expecting(full, bytes);
@@ -302,6 +310,7 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
       }
       ring.next();
     }
+    chunk++;
   }
 }
 
@@ -312,7 +321,7 @@ __device__ void produce(const Params& p, char* smem, uint32_t base, const Barrie
   const int group = p.q_heads / p.kv_heads;
   Ring<C::kStages> ring;
   Ring<2> slots;
-  uint32_t q_parity = 1, begun_parity = 0;
+  uint32_t q_parity = 1, begun_parity = 0, chunk = 0;
   for (;;) {
     int* slot = reinterpret_cast<int*>(smem + C::kItems + slots.slot * 48);
     int index;
@@ -348,9 +357,9 @@ __device__ void produce(const Params& p, char* smem, uint32_t base, const Barrie
                    item.start + item.offset);
       }
       __syncwarp();
-      produce_item<C, 0>(p, item, head / group, smem, base, bar, ring, begun_parity);
+      produce_item<C, 0>(p, item, head / group, smem, base, bar, ring, begun_parity, chunk);
     } else {
-      produce_item<C, 1>(p, item, head / group, smem, base, bar, ring, begun_parity);
+      produce_item<C, 1>(p, item, head / group, smem, base, bar, ring, begun_parity, chunk);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bar.item_empty(slots.slot));
@@ -435,17 +444,17 @@ __device__ __forceinline__ Place place_now() {
   return {uniform(thread / 128), thread / 32 % 4, lane, lane / 4, lane % 4};
 }
 
-// Which blocks a step multiplies, as far as its code knows. ptxas serialises products that are in
-// flight where branches meet, so the kinds are settled once a step, outside; steps that mix kinds
-// take the slow form, which decides inside and waits for each block's products.
-enum Kinds : int { kAllDense, kAllSparse, kAnyKinds };
-
-// Nonzeros of `Count` strips of the block at `block`, `Stride` fragments apart, and the metadata.
-template <class C, int Count>
-struct SparseOperand {
-  uint4 a[Count];
+// What sparse instructions read from registers of one block: nonzeros and metadata. Those of all
+// products that go out together are loaded before the first of them: afterwards they would wait for
+// its traffic.
+template <class C>
+struct SparseBlock {
+  static constexpr int kFragments = 2 * C::kChunks;  // of K: steps along D; of V: strips x steps
+  uint4 a[kFragments];
   uint32_t metadata[C::kChunks];
-  __device__ __forceinline__ SparseOperand(const char* block, const Place& at) {
+
+  template <Side S>
+  __device__ __forceinline__ void load(const char* block, const Place& at) {
     const int lin = at.warp * C::kChunks;
     const char* words = block + lin / 4 * 512 + at.lane * 16 + lin % 4 * 4;
     if constexpr (C::kChunks == 2) {
@@ -453,6 +462,14 @@ struct SparseOperand {
       metadata[0] = x.x, metadata[1] = x.y;
     } else {
       metadata[0] = *reinterpret_cast<const uint32_t*>(words);
+    }
+    const uint4* fragment =
+        reinterpret_cast<const uint4*>(block + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
+#pragma unroll
+    for (int i = 0; i < kFragments; i++) {
+      const int index =
+          S == Side::K ? at.warp * kFragments + i : (4 * (i / 2) + at.warp) * 2 + i % 2;
+      a[i] = fragment[index * 32];
     }
   }
 };
@@ -463,28 +480,24 @@ __device__ __forceinline__ void pin_all(float (&d)[N][32]) {
   for (int i = 0; i < N; i++) pin(d[i]);
 }
 
-// Issues O^T += V^T P^T of one block of 64 tokens: V at `v` (shared address `v_at`), P at `p_at`.
+// ptxas serialises products that are in flight where branches meet, so which blocks are sparse is
+// settled once a step, outside.
+
+// Issues O^T += V^T P^T of one block of 64 tokens: V in registers or at `v_at`, P at `p_at`.
 template <class C, bool Sparse>
-__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const char* v, uint32_t v_at,
-                                           uint32_t p_at, const Place& at) {
+__device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const SparseBlock<C>& v,
+                                           uint32_t v_at, uint32_t p_at) {
   using T = typename C::T;
   const uint64_t p_desc = swizzled(p_at);
+  wgmma_fence();
   if constexpr (Sparse) {
-    SparseOperand<C, 2 * C::kChunks> x(v, at);
-    const uint4* fragment =
-        reinterpret_cast<const uint4*>(v + BlockFormat<C::D, 2>::kMetadataBytes) + at.lane;
-#pragma unroll
-    for (int i = 0; i < 2 * C::kChunks; i++)
-      x.a[i] = fragment[((4 * (i / 2) + at.warp) * 2 + i % 2) * 32];
-    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < C::kChunks; c++) {
-      wgmma_sp<T, 0, true>(o[c], x.a[2 * c], p_desc, x.metadata[c]);
-      wgmma_sp<T, 1, true>(o[c], x.a[2 * c + 1], p_desc + 4, x.metadata[c]);
+      wgmma_sp<T, 0, true>(o[c], v.a[2 * c], p_desc, v.metadata[c]);
+      wgmma_sp<T, 1, true>(o[c], v.a[2 * c + 1], p_desc + 4, v.metadata[c]);
     }
   } else {
     const uint64_t v_desc = swizzled(v_at, 1024, 1024);
-    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < C::kChunks; c++)
 #pragma unroll
@@ -496,30 +509,22 @@ __device__ __forceinline__ void multiply_v(float (&o)[C::kChunks][32], const cha
 
 // Issues S^T = K Q^T of one block of 64 tokens.
 template <class C, bool Sparse>
-__device__ __forceinline__ void multiply_k(float (&s)[32], const char* k, uint32_t k_at,
-                                           uint64_t q_desc, const Place& at) {
+__device__ __forceinline__ void multiply_k(float (&s)[32], const SparseBlock<C>& k, uint32_t k_at,
+                                           uint64_t q_desc) {
   using T = typename C::T;
+  wgmma_fence();
   if constexpr (Sparse) {
-    constexpr int kSteps = C::D / 32;
-    SparseOperand<C, kSteps> x(k, at);
-    const uint4* fragment =
-        reinterpret_cast<const uint4*>(k + BlockFormat<C::D, 2>::kMetadataBytes) +
-        at.warp * kSteps * 32 + at.lane;
 #pragma unroll
-    for (int i = 0; i < kSteps; i++) x.a[i] = fragment[i * 32];
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; i += 2) {
-      const uint64_t b = q_desc + i / 2 * (kRows * 128 / 16);
-      if (i == 0)
-        wgmma_sp<T, 0, false>(s, x.a[i], b, x.metadata[0]);
+    for (int c = 0; c < C::kChunks; c++) {
+      const uint64_t b = q_desc + c * (kRows * 128 / 16);
+      if (c == 0)
+        wgmma_sp<T, 0, false>(s, k.a[0], b, k.metadata[0]);
       else
-        wgmma_sp<T, 0, true>(s, x.a[i], b, x.metadata[i / 2]);
-      wgmma_sp<T, 1, true>(s, x.a[i + 1], b + 4, x.metadata[i / 2]);
+        wgmma_sp<T, 0, true>(s, k.a[2 * c], b, k.metadata[c]);
+      wgmma_sp<T, 1, true>(s, k.a[2 * c + 1], b + 4, k.metadata[c]);
     }
   } else {
     const uint64_t k_desc = swizzled(k_at);
-    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::D / 16; i++) {
       const uint64_t a = k_desc + (i / 4 * kChunkBytes + i % 4 * 32) / 16;
@@ -652,6 +657,26 @@ struct RowScores {
   }
 };
 
+// The bits of `Words` for the step under way, kept in registers for 16 steps.
+struct Flags {
+  uint32_t k_sparse = 0, masked = 0, v_sparse = 0, chunk = 0;  // chunk: of the item's first block
+
+  __device__ __forceinline__ void read_k(const Words* words, int step) {
+    if (step % 16) return;
+    const Words& now = words[(chunk + step / 16) % 4];
+    k_sparse = uniform(int(now.k_sparse));
+    masked = uniform(int(now.masked));
+  }
+  __device__ __forceinline__ void read_v(const Words* words, int step) {
+    if (step % 16) return;
+    v_sparse = uniform(int(words[(chunk + step / 16) % 4].v_sparse));
+  }
+  __device__ __forceinline__ static uint32_t of_step(uint32_t bits, int step) {
+    return bits >> step % 16 * 2 & 3;
+  }
+  __device__ __forceinline__ void next_item(int steps) { chunk += (steps + 15) / 16; }
+};
+
 // Sparse V, dense K: P through shared memory, O^T in registers.
 template <class C>
 __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar,
@@ -662,10 +687,11 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
   const float scale = p.scale_log2;
   float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 4 * kWarpgroupRows;
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
-  const auto* kinds = reinterpret_cast<const int*>(smem + C::kKinds);
+  const auto* words = reinterpret_cast<const Words*>(smem + C::kWords);
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
   Ring<C::kStages> kr;
   uint32_t items = 0;
+  Flags flags;
   uint32_t p_row;  // where this lane's rows of matrices of P go; column group i is at p_row ^ 32 i
   {
     const int row = at.warp * 16 + at.lane % 16;
@@ -702,27 +728,28 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
                               e.z, e.w);
       }
     };
-    // O^T += V^T P^T of block h of the step before this one.
-    auto multiply_half = [&](auto kinds_known, int h, uint32_t p_offset) {
-      constexpr int kKinds = decltype(kinds_known)::value;
-      const uint32_t v = C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
-      const uint32_t p_at = p_base + p_offset + h * (kWarpgroupRows * 128);
-      if constexpr (kKinds != kAnyKinds) {
-        multiply_v<C, kKinds == kAllSparse>(o, smem + v, base + v, p_at, at);
-      } else if (kinds[2 * kr.before() + h]) {
-        multiply_v<C, true>(o, smem + v, base + v, p_at, at);
+    // Blocks of V of the step before this one.
+    auto v_offset = [&](int h) { return C::kV + kr.before() * kStageBytes + h * C::kDenseBytes; };
+    auto load_v = [&](auto sparse, int h) {
+      SparseBlock<C> v;
+      if constexpr (decltype(sparse)::value) v.template load<Side::V>(smem + v_offset(h), at);
+      return v;
+    };
+    // O^T += V^T P^T of block h.
+    auto multiply_half = [&](auto sparse, const SparseBlock<C>& v, int h, uint32_t p_offset) {
+      multiply_v<C, decltype(sparse)::value>(o, v, base + v_offset(h),
+                                             p_base + p_offset + h * (kWarpgroupRows * 128));
+    };
+    auto finish_half = [&](uint32_t sparse_bits, int h, uint32_t p_offset) {
+      if (sparse_bits >> h & 1) {
+        multiply_half(std::true_type{}, load_v(std::true_type{}, h), h, p_offset);
         wgmma_wait<0>();
         pin_all(o);
       } else {
-        multiply_v<C, false>(o, smem + v, base + v, p_at, at);
+        multiply_half(std::false_type{}, load_v(std::false_type{}, h), h, p_offset);
         wgmma_wait<0>();
         pin_all(o);
       }
-    };
-    auto kinds_before = [&] {
-      const int a = kinds[2 * kr.before()], b = kinds[2 * kr.before() + 1];
-      if (__all_sync(~0u, a & b)) return kAllSparse;
-      return uniform(bool(a | b)) ? kAnyKinds : kAllDense;
     };
     // All products in flight must have ended: O is scaled at once.
     auto restart_step = [&](uint32_t p_offset) {
@@ -751,28 +778,30 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
 
     // First step: its maxima are the reference.
     barrier_wait(bar.k_full(kr.slot), kr.parity);
+    flags.read_k(words, 0);
     x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
     wgmma_wait<0>();
     pin(x.s);
-    if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
+    if (flags.masked & 3) x.mask(infos[kr.slot], first_row);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
     restart_step(0);
 
-    auto step = [&](auto kinds_known, uint32_t p_offset) {
-      constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
+    auto step = [&](auto sparse_0, auto sparse_1, int i, uint32_t p_offset) {
+      const SparseBlock<C> v_0 = load_v(sparse_0, 0);
+      barrier_wait(bar.k_full(kr.slot), kr.parity);
+      flags.read_k(words, i);
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
-      if constexpr (!kSettled) wgmma_wait<0>();
-      multiply_half(kinds_known, 0, C::kPBytes - p_offset);
-      wgmma_wait<kSettled ? 1 : 0>();
+      multiply_half(sparse_0, v_0, 0, C::kPBytes - p_offset);
+      wgmma_wait<1>();
       pin(x.s);
-      if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
+      if (Flags::of_step(flags.masked, i)) x.mask(infos[kr.slot], first_row);
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
       store_half(0, p_offset, sum);
       wgmma_wait<0>();
       pin_all(o);
-      multiply_half(kinds_known, 1, C::kPBytes - p_offset);
+      multiply_half(sparse_1, load_v(sparse_1, 1), 1, C::kPBytes - p_offset);
       store_half(1, p_offset, sum);
       fence_async_proxy();
       sum[0] += sum[1], sum[2] += sum[3];
@@ -784,21 +813,25 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     };
     for (int i = 1; i < steps; i++) {
       const uint32_t p_offset = (i & 1) * C::kPBytes;
-      barrier_wait(bar.k_full(kr.slot), kr.parity);
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-      const int kinds_now = kinds_before();
+      flags.read_v(words, i - 1);
+      const uint32_t sparse_bits = Flags::of_step(flags.v_sparse, i - 1);
       bool moved;
-      if (kinds_now == kAllSparse)
-        moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
-      else if (kinds_now == kAllDense)
-        moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
+      const std::true_type yes;
+      const std::false_type no;
+      if (sparse_bits == 3)
+        moved = step(yes, yes, i, p_offset);
+      else if (sparse_bits == 0)
+        moved = step(no, no, i, p_offset);
+      else if (sparse_bits == 1)
+        moved = step(yes, no, i, p_offset);
       else
-        moved = step(std::integral_constant<int, kAnyKinds>{}, p_offset);
+        moved = step(no, yes, i, p_offset);
       if (uniform(moved)) {  // rare: the scores are gone, so they are computed again
         x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
         wgmma_wait<0>();
         pin(x.s);
-        if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
+        if (Flags::of_step(flags.masked, i)) x.mask(infos[kr.slot], first_row);
         restart_step(p_offset);
       }
       __syncwarp();
@@ -809,12 +842,14 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       kr.next();
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
+    flags.read_v(words, steps - 1);
     {
       const uint32_t p_offset = (steps - 1 & 1) * C::kPBytes;
-      const std::integral_constant<int, kAnyKinds> any;
-      multiply_half(any, 0, p_offset);
-      multiply_half(any, 1, p_offset);
+      const uint32_t sparse_bits = Flags::of_step(flags.v_sparse, steps - 1);
+      finish_half(sparse_bits, 0, p_offset);
+      finish_half(sparse_bits, 1, p_offset);
     }
+    flags.next_item(steps);
     if constexpr (!RowScores<C>::kQInRegisters) {
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.q_empty());
@@ -873,11 +908,12 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
   const float scale = p.scale_log2;
   float* columns = reinterpret_cast<float*>(smem + C::kColumns) + wg * 4 * kWarpgroupRows;
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
-  const auto* kinds = reinterpret_cast<const int*>(smem + C::kKinds);
+  const auto* words = reinterpret_cast<const Words*>(smem + C::kWords);
   const uint32_t p_base = base + C::kP + wg * 2 * C::kPBytes;
   const uint64_t q_desc = swizzled(base + C::kQ + wg * kWarpgroupRows * 128);
   Ring<C::kStages> kr;
   uint32_t items = 0;
+  Flags flags;
   // Where transposed matrices of P go: rows are queries, this warp's two 8-token pieces.
   const uint32_t p_row = at.lane % 8 + at.lane / 16 * 8;
   const uint32_t p_to = p_base + p_row * 128 + ((2 * at.warp + at.lane / 8 % 2 ^ p_row % 8) << 4);
@@ -899,23 +935,27 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     for (int i = 0; i < 16; i++) m[i] = -INFINITY, l[i] = 0.f;
     barrier_wait(bar.q_full(), items & 1);
 
-    // S^T of this step's block h.
-    auto multiply_k_half = [&](auto kinds_known, int h) {
-      constexpr int kKinds = decltype(kinds_known)::value;
-      const uint32_t k = C::kK + kr.slot * kStageBytes + h * C::kDenseBytes;
-      if constexpr (kKinds != kAnyKinds) {
-        multiply_k<C, kKinds == kAllSparse>(s[h], smem + k, base + k, q_desc, at);
-      } else if (infos[kr.slot].block[h].w) {
-        multiply_k<C, true>(s[h], smem + k, base + k, q_desc, at);
+    // Blocks of K of this step, and their scores.
+    auto k_offset = [&](int h) { return C::kK + kr.slot * kStageBytes + h * C::kDenseBytes; };
+    auto load_k = [&](auto sparse, int h) {
+      SparseBlock<C> k;
+      if constexpr (decltype(sparse)::value) k.template load<Side::K>(smem + k_offset(h), at);
+      return k;
+    };
+    auto multiply_k_half = [&](auto sparse, const SparseBlock<C>& k, int h) {
+      multiply_k<C, decltype(sparse)::value>(s[h], k, base + k_offset(h), q_desc);
+    };
+    auto finish_k_half = [&](uint32_t sparse_bits, int h) {
+      if (sparse_bits >> h & 1) {
+        multiply_k_half(std::true_type{}, load_k(std::true_type{}, h), h);
         wgmma_wait<0>();
         pin(s[h]);
       } else {
-        multiply_k<C, false>(s[h], smem + k, base + k, q_desc, at);
+        multiply_k_half(std::false_type{}, load_k(std::false_type{}, h), h);
         wgmma_wait<0>();
         pin(s[h]);
       }
     };
-    const std::integral_constant<int, kAnyKinds> any;
     auto mask = [&](const StepInfo& info) {
       const Place at = place_now();
 #pragma unroll
@@ -959,19 +999,25 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       for (int c = 0; c < 16; c++) sum += l[c];
       return sum;
     };
-    // O^T += V^T P^T of block h of the step before this one.
-    auto multiply_half = [&](auto kinds_known, int h, uint32_t p_offset) {
-      constexpr int kKinds = decltype(kinds_known)::value;
-      const uint32_t v = C::kV + kr.before() * kStageBytes + h * C::kDenseBytes;
-      const uint32_t p_at = p_base + p_offset + h * (kWarpgroupRows * 128);
-      if constexpr (kKinds != kAnyKinds) {
-        multiply_v<C, kKinds == kAllSparse>(o, smem + v, base + v, p_at, at);
-      } else if (kinds[2 * kr.before() + h]) {
-        multiply_v<C, true>(o, smem + v, base + v, p_at, at);
+    // Blocks of V of the step before this one.
+    auto v_offset = [&](int h) { return C::kV + kr.before() * kStageBytes + h * C::kDenseBytes; };
+    auto load_v = [&](auto sparse, int h) {
+      SparseBlock<C> v;
+      if constexpr (decltype(sparse)::value) v.template load<Side::V>(smem + v_offset(h), at);
+      return v;
+    };
+    // O^T += V^T P^T of block h.
+    auto multiply_half = [&](auto sparse, const SparseBlock<C>& v, int h, uint32_t p_offset) {
+      multiply_v<C, decltype(sparse)::value>(o, v, base + v_offset(h),
+                                             p_base + p_offset + h * (kWarpgroupRows * 128));
+    };
+    auto finish_half = [&](uint32_t sparse_bits, int h, uint32_t p_offset) {
+      if (sparse_bits >> h & 1) {
+        multiply_half(std::true_type{}, load_v(std::true_type{}, h), h, p_offset);
         wgmma_wait<0>();
         pin_all(o);
       } else {
-        multiply_v<C, false>(o, smem + v, base + v, p_at, at);
+        multiply_half(std::false_type{}, load_v(std::false_type{}, h), h, p_offset);
         wgmma_wait<0>();
         pin_all(o);
       }
@@ -1028,26 +1074,40 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     };
 
     barrier_wait(bar.k_full(kr.slot), kr.parity);
-    multiply_k_half(any, 0);
-    multiply_k_half(any, 1);
-    if (uniform(infos[kr.slot].masked != 0)) mask(infos[kr.slot]);
+    flags.read_k(words, 0);
+    finish_k_half(flags.k_sparse, 0);
+    finish_k_half(flags.k_sparse, 1);
+    if (flags.masked & 3) mask(infos[kr.slot]);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
     restart_step(0);
 
-    auto step = [&](auto kinds_known, uint32_t p_offset) {
-      constexpr bool kSettled = decltype(kinds_known)::value != kAnyKinds;
-      multiply_k_half(kinds_known, 0);
-      multiply_k_half(kinds_known, 1);
-      multiply_half(kinds_known, 0, C::kPBytes - p_offset);
-      wgmma_wait<kSettled ? 1 : 0>();
+    // Steps that mix kinds take the slow form, which decides inside and waits for each product.
+    auto step = [&](auto settled, auto sparse, int i, uint32_t p_offset) {
+      const uint32_t v_bits = Flags::of_step(flags.v_sparse, i - 1);
+      if constexpr (decltype(settled)::value) {
+        const SparseBlock<C> k_0 = load_k(sparse, 0), k_1 = load_k(sparse, 1),
+                             v_0 = load_v(sparse, 0);
+        multiply_k_half(sparse, k_0, 0);
+        multiply_k_half(sparse, k_1, 1);
+        multiply_half(sparse, v_0, 0, C::kPBytes - p_offset);
+        wgmma_wait<1>();
+      } else {
+        const uint32_t k_bits = Flags::of_step(flags.k_sparse, i);
+        finish_k_half(k_bits, 0);
+        finish_k_half(k_bits, 1);
+        finish_half(v_bits, 0, C::kPBytes - p_offset);
+      }
       pin_all(s);
-      if (uniform(infos[kr.slot].masked != 0)) mask(infos[kr.slot]);
+      if (Flags::of_step(flags.masked, i)) mask(infos[kr.slot]);
       store_half(0, p_offset);
       wgmma_wait<0>();
       pin_all(o);
-      multiply_half(kinds_known, 1, C::kPBytes - p_offset);
+      if constexpr (decltype(settled)::value)
+        multiply_half(sparse, load_v(sparse, 1), 1, C::kPBytes - p_offset);
+      else
+        finish_half(v_bits, 1, C::kPBytes - p_offset);
       store_half(1, p_offset);
       fence_async_proxy();
       const float after = total();
@@ -1059,21 +1119,25 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
     };
     for (int i = 1; i < steps; i++) {
       const uint32_t p_offset = (i & 1) * C::kPBytes;
-      barrier_wait(bar.k_full(kr.slot), kr.parity);
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
-      const int sparse = infos[kr.slot].block[0].w + infos[kr.slot].block[1].w +
-                         kinds[2 * kr.before()] + kinds[2 * kr.before() + 1];
+      barrier_wait(bar.k_full(kr.slot), kr.parity);
+      flags.read_v(words, i - 1);
+      flags.read_k(words, i);
+      const uint32_t v_bits = Flags::of_step(flags.v_sparse, i - 1);
+      const uint32_t k_bits = Flags::of_step(flags.k_sparse, i);
       bool moved;
-      if (sparse == 4)
-        moved = step(std::integral_constant<int, kAllSparse>{}, p_offset);
-      else if (sparse == 0)
-        moved = step(std::integral_constant<int, kAllDense>{}, p_offset);
+      const std::true_type yes;
+      const std::false_type no;
+      if ((v_bits & k_bits) == 3)
+        moved = step(yes, yes, i, p_offset);
+      else if ((v_bits | k_bits) == 0)
+        moved = step(yes, no, i, p_offset);
       else
-        moved = step(any, p_offset);
+        moved = step(no, no, i, p_offset);
       if (uniform(moved)) {  // rare: the scores are gone, so they are computed again
-        multiply_k_half(any, 0);
-        multiply_k_half(any, 1);
-        if (uniform(infos[kr.slot].masked != 0)) mask(infos[kr.slot]);
+        finish_k_half(k_bits, 0);
+        finish_k_half(k_bits, 1);
+        if (Flags::of_step(flags.masked, i)) mask(infos[kr.slot]);
         take_back();
         restart_step(p_offset);
       }
@@ -1085,12 +1149,14 @@ __device__ void consume_columns(const Params& p, char* smem, uint32_t base, cons
       kr.next();
     }
     barrier_wait(bar.v_full(kr.before()), kr.parity_before());
+    flags.read_v(words, steps - 1);
     {
       const uint32_t p_offset = (steps - 1 & 1) * C::kPBytes;
-      const std::integral_constant<int, kAnyKinds> any;
-      multiply_half(any, 0, p_offset);
-      multiply_half(any, 1, p_offset);
+      const uint32_t sparse_bits = Flags::of_step(flags.v_sparse, steps - 1);
+      finish_half(sparse_bits, 0, p_offset);
+      finish_half(sparse_bits, 1, p_offset);
     }
+    flags.next_item(steps);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.q_empty());
 #pragma unroll
@@ -1145,8 +1211,10 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
   const int wg = at.warpgroup;
   const float scale = p.scale_log2;
   const auto* infos = reinterpret_cast<const StepInfo*>(smem + C::kInfo);
+  const auto* words = reinterpret_cast<const Words*>(smem + C::kWords);
   Ring<C::kStages> kr;
   uint32_t items = 0;
+  Flags flags;
   if (wg == 0) turn_end(1);
   for (;;) {
     barrier_wait(bar.item_full(items & 1), items >> 1 & 1);
@@ -1187,8 +1255,9 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
         wgmma_rs<T, 1, true>(o, from[k], v_desc + (k / 4 * C::kDenseBytes + k % 4 * 2048) / 16);
       wgmma_commit();
     };
-    auto step = [&](const uint4(&before)[8], uint4(&after)[8]) {
+    auto step = [&](int i, const uint4(&before)[8], uint4(&after)[8]) {
       barrier_wait(bar.k_full(kr.slot), kr.parity);
+      flags.read_k(words, i);
       turn_begin(wg);
       x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
@@ -1196,7 +1265,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
       turn_end(wg);
       wgmma_wait<1>();
       pin(x.s);
-      if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
+      if (Flags::of_step(flags.masked, i)) x.mask(infos[kr.slot], first_row);
       __syncwarp();
       if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
       const float2 sum = exponentials(after);
@@ -1219,23 +1288,24 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     };
 
     barrier_wait(bar.k_full(kr.slot), kr.parity);
+    flags.read_k(words, 0);
     turn_begin(wg);
     x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
     turn_end(wg);
     wgmma_wait<0>();
     pin(x.s);
-    if (uniform(infos[kr.slot].masked != 0)) x.mask(infos[kr.slot], first_row);
+    if (flags.masked & 3) x.mask(infos[kr.slot], first_row);
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.k_empty(kr.slot));
     kr.next();
     restart_step(even);
     int i = 1;
     for (; i + 1 < steps; i += 2) {
-      step(even, odd);
-      step(odd, even);
+      step(i, even, odd);
+      step(i + 1, odd, even);
     }
     if (i < steps) {
-      step(even, odd);
+      step(i, even, odd);
       finish(odd);
     } else {
       finish(even);
@@ -1243,6 +1313,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     __syncwarp();
     if (at.lane == 0) barrier_arrive(bar.v_empty(kr.before()));
 
+    flags.next_item(steps);
     float inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {

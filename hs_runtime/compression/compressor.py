@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hs_kernels import ops
-from hs_kernels.block_format import Side
+from hs_kernels.block_format import BlockKind, Side
 from hs_kernels.reference import unpack_blocks
 from hs_runtime.policies.pruner import Pruner, select
-from hs_runtime.pool.block_pool import BlockPool, CompressionError, Convert
+from hs_runtime.pool.block_pool import DENSE, SPARSE, BlockPool, CompressionError, Convert
 
 # What a pruner or a shape may raise. Anything else, an error of the device above all, leaves memory
 # in an unknown state and must end the process.
@@ -27,7 +27,8 @@ RECOVERABLE = (
     ValueError,
     torch.OutOfMemoryError,
 )
-PAGES_AT_ONCE = 512  # bounds the copies of blocks that conversions read before they write
+PAGES_AT_ONCE = 512  # bounds the copies of blocks that conversions read before they write,
+BLOCKS_AT_ONCE = 2048  # in all layers that are converted together
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,13 @@ class Compressor:
         *,
         fault: Callable[[], None] | None = None,
     ) -> None:
-        self.pool, self.pruner, self.calibration = pool, pruner, calibration
+        self.pool, self.pruner = pool, pruner
+        self.calibration: dict[str, Tensor] | None = None  # by name, [layers, ...]
+        if calibration is not None:
+            names = calibration[0]
+            self.calibration = {n: torch.stack([each[n] for each in calibration]) for n in names}
         self._fault = fault
+        self._first_layer = torch.arange(pool.layers, device=pool.device)
         self._singles: dict[int, _Singles] = {}
         self._groups: list[PageGroup] = []
         self._key_sources: dict[int, PageSource] = {}
@@ -210,13 +216,15 @@ class Compressor:
                     x[of_run].unflatten(0, (pages, 64)).transpose(1, 2) for x in (rows, k)
                 )
                 choice = self._choose(layer, side, blocks, partial(_as_it_is, keys))
-                self._store(layer, side, blocks, singles.refs[done : done + pages], choice)
+                self._store_layer(layer, side, blocks, singles.refs[done : done + pages], choice)
                 done += pages
             if singles.stored.numel():
                 stored = self.pool.dense_view(layer)[singles.stored]
-                keys_of = partial(self._keys, layer, singles.stored_pages, singles.stored_keys)
+                keys_of = partial(
+                    self._keys_of_layer, layer, singles.stored_pages, singles.stored_keys
+                )
                 choice = self._choose(layer, side, stored, keys_of)
-                self._store(layer, side, stored, singles.refs[done:], choice)
+                self._store_layer(layer, side, stored, singles.refs[done:], choice)
         for group in self._groups:
             blocks = torch.stack([self._load(layer, (k, v)[group.side], s) for s in group.sources])
             choice = self._choose(
@@ -241,9 +249,11 @@ class Compressor:
             single = [[c for c in batch if c.side == side and len(c.pages) == 1] for side in Side]
             parts = [self._indices(rows) for rows in single if rows]
             segments = [self._indices([c]) for c in batch if len(c.pages) > 1]
-            for layer in range(self.pool.layers):
-                steps = [self._convert_singles(layer, each) for each in parts]
-                steps += [self._convert_segment(layer, each) for each in segments]
+            at_once = max(1, BLOCKS_AT_ONCE // sum(len(c.pages) for c in batch))
+            for first in range(0, self.pool.layers, at_once):
+                layers = range(first, min(first + at_once, self.pool.layers))
+                steps = [self._convert_singles(layers, each) for each in parts]
+                steps += [self._convert_segment(n, each) for n in layers for each in segments]
                 for step in steps:
                     next(step)
                 for step in steps:
@@ -254,35 +264,49 @@ class Compressor:
         pages, old, new = (self._index([*chain.from_iterable(field)]) for field in fields)
         return _Conversions(rows[0].side, pages, old, new, any(c.sparse_keys for c in rows))
 
-    def _converted_keys(self, layer: int, c: _Conversions) -> Tensor:
-        """K blocks [N, H, 64, D] of V's pages, as they are: V is converted before K."""
-        keys = self._keys(layer, c.pages)
+    def _converted_keys(self, layers: range, c: _Conversions) -> Tensor:
+        """K blocks [L, N, H, 64, D] of V's pages, as they are: V is converted before K."""
+        keys = self._keys(layers, c.pages)
         if not c.sparse_keys:
             return keys
         pool = self.pool
-        refs = pool.refs[layer, Side.K, c.pages].long()
+        refs = pool.refs[layers.start : layers.stop, Side.K, c.pages].long()
         head = torch.arange(pool.heads, device=pool.device)
-        packed = pool.sparse_view(layer)[(-refs).clamp(min=0), head].flatten(0, 1)
+        slots = self._whole_slots(layers, SPARSE, (-refs).clamp(min=0))
+        packed = pool.sparse_view()[slots, head].flatten(0, 2)
         pruned = unpack_blocks(packed, Side.K, pool.format).view(keys.shape)
         return torch.where((refs < 0)[..., None, None], pruned, keys)
 
-    def _keys(self, layer: int, pages: Tensor, slots: Tensor | None = None) -> Tensor:
-        """[N, H, 64, D]: K of pages in the dense slots `slots`, or, at -1, those of their refs."""
+    def _keys(self, layers: range, pages: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[L, N, H, 64, D]: K of pages in the dense slots `slots`, or, at -1, those of their
+        refs."""
         pool = self.pool
-        index = pool.refs[layer, Side.K, pages].long()
+        index = pool.refs[layers.start : layers.stop, Side.K, pages].long()
         if slots is not None:
             index = torch.where(slots[:, None] >= 0, slots[:, None], index)
         head = torch.arange(pool.heads, device=pool.device)
-        return pool.dense_view(layer)[index.clamp(min=0), head]
+        return pool.dense_view()[self._whole_slots(layers, DENSE, index.clamp(min=0)), head]
 
-    def _convert_singles(self, layer: int, c: _Conversions) -> Iterator[None]:
-        """Dense pages, each to a sparse slot. Reads, yields, then writes."""
-        blocks = self.pool.dense_view(layer)[c.old]
-        choice = self._choose(layer, c.side, blocks, partial(self._converted_keys, layer, c))
+    def _keys_of_layer(self, layer: int, pages: Tensor, slots: Tensor) -> Tensor:
+        return self._keys(range(layer, layer + 1), pages, slots)[0]
+
+    def _whole_slots(self, layers: range, kind: BlockKind, slots: Tensor) -> Tensor:
+        """Slots [..., N, H] or [N] of each layer as slots of the pool's `whole_arena`, [L, ...]."""
+        first = self._first_layer[layers.start : layers.stop] * self.pool.slots_per_layer[kind]
+        return slots + first.view(-1, *[1] * max(1, slots.dim() - 1))
+
+    def _convert_singles(self, layers: range, c: _Conversions) -> Iterator[None]:
+        """Dense pages, each to a sparse slot, in some layers at once. Reads, yields, then
+        writes."""
+        pool = self.pool
+        blocks = pool.dense_view()[self._whole_slots(layers, DENSE, c.old)]  # [L, N, H, 64, D]
+        choice = self._choose(layers, c.side, blocks, partial(self._converted_keys, layers, c))
         yield
-        refs = c.new.to(torch.int32)[:, None].expand(-1, self.pool.heads).contiguous()
-        self._store(layer, c.side, blocks, refs, choice)
-        self.pool.refs[layer, c.side, c.pages] = refs
+        slots = self._whole_slots(layers, SPARSE, -c.new)
+        refs = (-slots).to(torch.int32)[..., None].expand(-1, -1, pool.heads).flatten(0, 1)
+        means = pool.whole_means if c.side == Side.V else None
+        self._store(pool.whole_arena, means, c.side, blocks.flatten(0, 1), refs, choice)
+        pool.refs[layers.start : layers.stop, c.side, c.pages] = c.new.to(torch.int32)[:, None]
 
     def _convert_segment(self, layer: int, c: _Conversions) -> Iterator[None]:
         """Pages that are sparse already go first, in the order of their slots; then the dense ones
@@ -298,8 +322,13 @@ class Compressor:
         means = pool.means_of(layer, c.side)
         if means is not None:
             old_means = means[(-refs).clamp(min=0), head]
-        keys_of = partial(self._converted_keys, layer, c)
-        choice = self._choose(layer, c.side, blocks, keys_of, ranked=True)
+        choice = self._choose(
+            layer,
+            c.side,
+            blocks,
+            lambda: self._converted_keys(range(layer, layer + 1), c)[0],
+            ranked=True,
+        )
         yield
         was_sparse = refs < 0
         losses = torch.where(was_sparse, torch.inf, choice.losses)
@@ -319,7 +348,7 @@ class Compressor:
         given = {name: x for name in names if (x := getattr(choice, name)) is not None}
         in_order = replace(choice, **{name: x[order, head] for name, x in given.items()})
         stored = torch.where(fresh & ~moved, target, 0).to(torch.int32)
-        self._store(layer, c.side, blocks[order, head], stored, in_order)
+        self._store_layer(layer, c.side, blocks[order, head], stored, in_order)
         pool.refs[layer, c.side, c.pages] = (
             torch.empty_like(refs).scatter_(0, order, target).to(torch.int32)
         )
@@ -331,20 +360,34 @@ class Compressor:
         new = self._index(list(group.refs))[:, None].expand(-1, heads)
         pages = self._index(list(group.pages))
         refs = torch.empty_like(order).scatter_(0, order, new).to(torch.int32)
-        self._store(layer, group.side, blocks, refs, choice)
+        self._store_layer(layer, group.side, blocks, refs, choice)
         pool.refs[layer, group.side, pages] = refs
 
-    def _store(self, layer: int, side: int, blocks: Tensor, refs: Tensor, choice: _Choice) -> None:
+    def _store_layer(
+        self, layer: int, side: int, blocks: Tensor, refs: Tensor, choice: _Choice
+    ) -> None:
         """Blocks [N, H, 64, D], any view, as refs int32 [N, H] say; sparse ones as chosen."""
+        pool = self.pool
+        self._store(pool.arena[layer], pool.means_of(layer, side), side, blocks, refs, choice)
+
+    def _store(
+        self,
+        arena: Tensor,
+        means: Tensor | None,
+        side: int,
+        blocks: Tensor,
+        refs: Tensor,
+        choice: _Choice,
+    ) -> None:
         ops.store_blocks(
             blocks,
             Side(side),
-            self.pool.arena[layer],
+            arena,
             refs,
             self.pool.format,
             keep=choice.keep,
             weights=choice.weights,
-            means=self.pool.means_of(layer, side),
+            means=means,
             factor=choice.factor,
             values=choice.values,
             token_weights=choice.token_weights,
@@ -352,33 +395,44 @@ class Compressor:
 
     def _choose(
         self,
-        layer: int,
+        layers: int | range,
         side: int,
         blocks: Tensor,
         keys_of: Callable[[], Tensor],
         *,
         ranked: bool = False,
     ) -> _Choice:
-        """What the pruner says of blocks [N, H, 64, D]; with losses, if they are to be ranked.
+        """What the pruner says of blocks [N, H, 64, D] of one layer, or of [L, N, H, 64, D]: then
+        the answer has them end to end, [L * N, ...]. With losses, if they are to be ranked.
         `keys_of` gives the K blocks of the same pages."""
-        calibration = None if self.calibration is None else self.calibration[layer]
-        pruned = self.pruner.prune(blocks, side, calibration, ranked=ranked)
+        pool = self.pool
+        own = layers if isinstance(layers, int) else slice(layers.start, layers.stop)
+        constants = None
+        if self.calibration is not None:
+            constants = {name: x[own] for name, x in self.calibration.items()}
+
+        def flat(x: Tensor) -> Tensor:
+            return x.flatten(0, 1) if isinstance(layers, range) else x
+
+        pruned = self.pruner.prune(blocks, side, constants, ranked=ranked)
+        keep, values, losses = (
+            None if x is None else flat(x) for x in (pruned.keep, pruned.values, pruned.losses)
+        )
         query = pruned.query
-        token_weights = None if query is None else ops.token_weights(keys_of(), query)
-        losses = pruned.losses
+        token_weights = None if query is None else ops.token_weights(flat(keys_of()), query)
         if ranked and losses is None:
             losses = ops.block_losses(
-                blocks,
+                flat(blocks),
                 Side(side),
-                self.pool.format,
-                keep=pruned.keep,
+                pool.format,
+                keep=keep,
                 weights=pruned.weights,
-                centered=self.pool.means_of(layer, side) is not None,
+                centered=pool.means is not None and side == Side.V,
                 token_weights=token_weights,
             )
         return _Choice(
-            keep=pruned.keep,
-            values=pruned.values,
+            keep=keep,
+            values=values,
             weights=pruned.weights,
             factor=pruned.factor,
             token_weights=token_weights,
@@ -391,7 +445,9 @@ class Compressor:
             [
                 self._load(layer, k, source)
                 if source.token >= 0
-                else self._keys(layer, self._index([page]), self._index([self._key_slot(page)]))[0]
+                else self._keys_of_layer(
+                    layer, self._index([page]), self._index([self._key_slot(page)])
+                )[0]
                 for page, source in zip(group.pages, group.sources, strict=True)
             ]
         )

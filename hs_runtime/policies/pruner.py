@@ -74,6 +74,8 @@ class Pruner(Protocol):
     ) -> PrunedBlocks:
         """Prune candidate pages `blocks` [N, H, 64, D] of one layer; `side` is 0 (K) or 1 (V).
 
+        Blocks and constants of several layers have a first dimension more, and so has the answer.
+
         K is grouped by four neighbouring channels of a token, V by four neighbouring tokens of a
         channel. `calibration` holds the layer's constants by the names of `Calibration`.
         `ranked=False` says that all N will be sparse, so losses are not needed. N may be 0. Does
@@ -152,7 +154,8 @@ class ChannelPruner:
         if side == V_SIDE:
             return MagnitudePruner().prune(blocks, side, ranked=ranked)
         strength = constants["query_rms"] * constants["key_rms"]
-        keep = keep_two(strength[None, :, None], side).expand(blocks.shape)
+        by_block = strength.unsqueeze(-2).unsqueeze(-4)  # [..., 1, H, 1, D]
+        keep = keep_two(by_block, side).expand(blocks.shape)
         return PrunedBlocks(keep, losses=_dropped_by(blocks, keep) if ranked else None)
 
 

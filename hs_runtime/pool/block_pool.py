@@ -233,6 +233,9 @@ class BlockPool:
     `[layers, 2, pages + 1, heads]`, indexed by page id; page 0 is the dummy. `means[layer]`, where
     the pruner centers V, is `[sparse slots, heads, D]`: a mean beside every sparse slot, which
     those of K leave unused. All live on `device` and are only written on the forward stream.
+
+    The layers' arenas lie end to end in `whole_arena`, and their means in `whole_means`, so that
+    slot s of layer l is slot `l * slots_per_layer[kind] + s` there.
     """
 
     def __init__(
@@ -254,17 +257,23 @@ class BlockPool:
             fmt.sparse_per_superblock,
             lambda kind, old, new: self._operations.append(Move(kind, old, new)),
         )
+        self.slots_per_layer = {
+            DENSE: (superblocks + 1) * fmt.dense_per_superblock,
+            SPARSE: (superblocks + 1) * fmt.sparse_per_superblock,
+        }
         size = (superblocks + 1) * heads * fmt.superblock_bytes
-        self.arena = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(layers)]
+        self.whole_arena = torch.zeros(layers * size, dtype=torch.uint8, device=device)
+        self.arena = list(self.whole_arena.view(layers, size))
         self.refs = torch.zeros((layers, 2, pages + 1, heads), dtype=torch.int32, device=device)
         for arena in self.arena:  # ref 0 reads sparse slot 0: zeros under valid metadata
             write_dummy(arena, fmt, heads)
+        self.whole_means: torch.Tensor | None = None
         self.means: list[torch.Tensor] | None = None
         if centered:
-            shape = ((superblocks + 1) * fmt.sparse_per_superblock, heads, fmt.head_dim)
-            self.means = [
-                torch.zeros(shape, dtype=fmt.torch_dtype, device=device) for _ in range(layers)
-            ]
+            slots = self.slots_per_layer[SPARSE]
+            shape = (layers * slots, heads, fmt.head_dim)
+            self.whole_means = torch.zeros(shape, dtype=fmt.torch_dtype, device=device)
+            self.means = list(self.whole_means.split(slots))
         self.clear()
 
     def clear(self) -> None:
@@ -314,13 +323,15 @@ class BlockPool:
         size = fmt.superblock_bytes + fmt.sparse_per_superblock * self.mean_bytes
         return self.heads * self.layers * size
 
-    def dense_view(self, layer: int) -> torch.Tensor:
-        """[slots, heads, 64, D] in the element type."""
-        return dense_slots(self.arena[layer], self.format, self.heads)
+    def dense_view(self, layer: int | None = None) -> torch.Tensor:
+        """[slots, heads, 64, D] in the element type; without `layer` those of `whole_arena`."""
+        arena = self.whole_arena if layer is None else self.arena[layer]
+        return dense_slots(arena, self.format, self.heads)
 
-    def sparse_view(self, layer: int) -> torch.Tensor:
-        """uint8 [slots, heads, sparse_bytes]"""
-        return sparse_slots(self.arena[layer], self.format, self.heads)
+    def sparse_view(self, layer: int | None = None) -> torch.Tensor:
+        """uint8 [slots, heads, sparse_bytes]; without `layer` those of `whole_arena`."""
+        arena = self.whole_arena if layer is None else self.arena[layer]
+        return sparse_slots(arena, self.format, self.heads)
 
     def means_of(self, layer: int, side: int) -> torch.Tensor | None:
         """[sparse slots, heads, D]; None for K, and where V blocks are stored as they are."""
@@ -472,8 +483,7 @@ class BlockPool:
         old, new = (self._index([getattr(op, name) for op in run]) for name in ("old", "new"))
         source, target = old.to(torch.int32), new.to(torch.int32)
         ops.copy_slots(self.arena, source, target, self.heads * block)
-        slots = (self.ledger.superblocks + 1) * self.ledger.per[kind]
-        moved = torch.arange(slots, dtype=torch.int32, device=self.device)
+        moved = torch.arange(self.slots_per_layer[kind], dtype=torch.int32, device=self.device)
         moved[old] = target
         for layer in range(self.layers):
             if kind == SPARSE and self.means is not None:

@@ -28,10 +28,10 @@ _SIGNATURES: dict[str, list[type]] = {
         *6 * [_L],
         *(_F, _I, _I, _P, _I, _P),
     ],
-    "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _I, _P, _P, _I, _I, _P],
+    "hs_store_blocks": [*4 * [_I], _P, *3 * [_L], *4 * [_P], _I, _I, _P, _P, *3 * [_I], _P],
     "hs_store_pair": [_I, _I, _P, _P, *3 * [_L], *3 * [_P], _I, _I, _P],
-    "hs_store_compensated": [_I, _I, _P, *3 * [_L], *4 * [_P], _I, _I, _I, _P],
-    "hs_token_weights": [_I, _I, _P, *3 * [_L], _P, _P, _I, _I, _P],
+    "hs_store_compensated": [_I, _I, _P, *3 * [_L], *4 * [_P], *4 * [_I], _P],
+    "hs_token_weights": [_I, _I, _P, *3 * [_L], _P, _P, *3 * [_I], _P],
     "hs_rank_blocks": [_P, _P, _I, _I, _P],
     "hs_update_refs": [_P, _P, _P, _L, _P],
     "hs_assign_refs": [*6 * [_P], *3 * [_I], _P],
@@ -292,6 +292,11 @@ def _loadable(blocks: Tensor) -> Tensor:
     return blocks if blocks.stride(-1) == 1 and aligned else blocks.contiguous()
 
 
+def _layers(constants: Tensor | None) -> int:
+    """Of [layers, H, D] as many, of [H, D] one."""
+    return constants.shape[0] if constants is not None and constants.dim() == 3 else 1
+
+
 @torch.library.custom_op("hierasparse::store_blocks", mutates_args=("arena", "means"))
 def store_blocks(
     blocks: Tensor,
@@ -335,7 +340,7 @@ def store_compensated(
         *(dtype_code(blocks.dtype), blocks.shape[3], blocks.data_ptr()),
         *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
         *map(pointer, (weights, factor, arena, refs)),
-        *(blocks.shape[0], blocks.shape[1]),
+        *(blocks.shape[0], blocks.shape[1], _layers(weights)),
         torch.cuda.get_device_properties(blocks.device).multi_processor_count,
     )
 
@@ -427,7 +432,7 @@ def _store(
         *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
         *map(pointer, (keep, scales, arena, refs)),
         *(ref_sign, int(centered), pointer(means), pointer(losses)),
-        *(blocks.shape[0], blocks.shape[1]),
+        *(blocks.shape[0], blocks.shape[1], _layers(weights)),
     )
 
 
@@ -440,7 +445,7 @@ def token_weights(keys: Tensor, query: Tensor) -> Tensor:
         "hs_token_weights",
         *(dtype_code(keys.dtype), keys.shape[3], keys.data_ptr()),
         *(keys.stride(0), keys.stride(1), keys.stride(2)),
-        *(query.data_ptr(), weights.data_ptr(), keys.shape[0], keys.shape[1]),
+        *(query.data_ptr(), weights.data_ptr(), keys.shape[0], keys.shape[1], _layers(query)),
     )
     return weights
 

@@ -91,6 +91,9 @@ def store_blocks(
     of each channel of a sparse V block goes there and is subtracted before pruning. `factor` f32
     [Hkv, D, D], with `weights`, makes the kept values of K take over what is pruned: see
     `reference.compensate`. `token_weights` f32 [N, Hkv, 64] scale magnitudes of V by token.
+
+    Blocks of L layers, end to end and equally many of each, take `weights` [L, Hkv, D] and `factor`
+    [L, Hkv, D, D]; their refs are of one arena that holds all layers.
     """
     _check_blocks(blocks, refs, fmt, "refs")
     _check_rules(blocks, side, keep, weights, token_weights)
@@ -99,12 +102,14 @@ def store_blocks(
         keep = reference.keep_2_4(blocks, side)  # of the blocks, not of what is stored
     _check_arena(arena)
     _check_devices(arena, blocks=blocks, refs=refs)
-    heads, channels = blocks.shape[1], fmt.head_dim
+    channels = fmt.head_dim
     if factor is not None:
         _check(side == Side.K and weights is not None, "compensation is of K, and takes weights")
+        assert weights is not None
+        shape = (*weights.shape, channels)
         _check(
-            tuple(factor.shape) == (heads, channels, channels) and factor.dtype == torch.float32,
-            f"factor is {factor.dtype} {list(factor.shape)}, not f32 {[heads, channels, channels]}",
+            tuple(factor.shape) == shape and factor.dtype == torch.float32,
+            f"factor is {factor.dtype} {list(factor.shape)}, not f32 {list(shape)}",
         )
     if arena.is_cuda:
         from hs_kernels import cuda
@@ -122,6 +127,17 @@ def store_blocks(
         cuda.store_blocks(blocks, int(side), arena, refs, 1, keep, weights, means, token_weights)
         return
     _require_cpu("store_blocks", arena)
+    if weights is not None and weights.dim() == 3:
+        count = len(blocks) // len(weights)
+        for layer in range(len(weights)):
+            rows = slice(layer * count, (layer + 1) * count)
+            own_keep, own_values = (None if x is None else x[rows] for x in (keep, values))
+            own_factor = None if factor is None else factor[layer]
+            reference.store_blocks(
+                *(blocks[rows], side, arena, refs[rows], fmt, own_keep, weights[layer], means),
+                *(own_factor, own_values),
+            )
+        return
     reference.store_blocks(
         blocks, side, arena, refs, fmt, keep, weights, means, factor, values, token_weights
     )
@@ -175,7 +191,7 @@ def block_losses(
         mean = blocks.to(torch.float32).mean(2, keepdim=True).to(blocks.dtype)
         blocks = (blocks.to(torch.float32) - mean.to(torch.float32)).to(blocks.dtype)
     if weights is not None:
-        scaled = blocks.abs().to(torch.float32) * weights[:, None]
+        scaled = blocks.abs().to(torch.float32) * _by_block(weights, blocks)
         return reference.block_losses(scaled, side)
     if token_weights is not None:
         scaled = blocks.abs().to(torch.float32) * token_weights[..., None]
@@ -184,22 +200,19 @@ def block_losses(
 
 
 def token_weights(keys: Tensor, query: Tensor) -> Tensor:
-    """f32 [N, Hkv, 64]: exp(query key), for keys [N, Hkv, 64, D], any view, and query f32 [Hkv, D].
+    """f32 [N, Hkv, 64]: exp(query key), for keys [N, Hkv, 64, D], any view, and query f32 [Hkv, D],
+    or [L, Hkv, D] for keys of L layers end to end.
 
     What `store_blocks` weighs the tokens of V with. Rows are independent of their company.
     """
-    _check(
-        keys.dim() == 4 and tuple(query.shape) == (keys.shape[1], keys.shape[3]),
-        f"keys {list(keys.shape)} do not fit query {list(query.shape)}",
-    )
-    _check(query.dtype == torch.float32, f"query is {query.dtype}, not float32")
+    _check(keys.dim() == 4, f"keys are {list(keys.shape)}, not [N, Hkv, 64, D]")
+    _check_constants("query", query, keys)
     if keys.is_cuda:
         from hs_kernels import cuda
 
         weights: Tensor = cuda.token_weights(keys, query)
         return weights
-    products = keys.to(torch.float32) * query[:, None]
-    return products.sum(-1).exp()
+    return (keys.to(torch.float32) * _by_block(query, keys)).sum(-1).exp()
 
 
 def rank_blocks(losses: Tensor) -> Tensor:
@@ -563,6 +576,8 @@ def _check_rules(
 ) -> None:
     rules = sum(x is not None for x in (keep, weights, token_weights))
     _check(rules <= 1, "keep, weights and token_weights are rules; a block has one")
+    if weights is not None:
+        _check_constants("weights", weights, blocks)
     if token_weights is None:
         return
     shape = tuple(blocks.shape[:3])
@@ -572,6 +587,24 @@ def _check_rules(
         f"token_weights are {token_weights.dtype} {list(token_weights.shape)}, not f32 "
         f"{list(shape)}",
     )
+
+
+def _check_constants(name: str, constants: Tensor, blocks: Tensor) -> None:
+    """f32 [Hkv, D], or [L, Hkv, D] for blocks [N, Hkv, 64, D] of L layers."""
+    of_one, layers = (blocks.shape[1], blocks.shape[3]), constants.shape[0]
+    fits = constants.dim() == 2 or (constants.dim() == 3 and len(blocks) % max(1, layers) == 0)
+    _check(
+        fits and tuple(constants.shape[-2:]) == of_one and constants.dtype == torch.float32,
+        f"{name} {constants.dtype} {list(constants.shape)} do not fit: f32 {list(of_one)}, or that "
+        f"of layers which share {len(blocks)} blocks",
+    )
+
+
+def _by_block(constants: Tensor, blocks: Tensor) -> Tensor:
+    """[N, Hkv, 1, D] of constants by layer, or [Hkv, 1, D] of those of one."""
+    if constants.dim() == 3:
+        constants = constants.repeat_interleave(len(blocks) // len(constants), 0)
+    return constants.unsqueeze(-2)
 
 
 def _check_blocks(blocks: Tensor, of_blocks: Tensor, fmt: BlockFormat, name: str) -> None:

@@ -132,6 +132,28 @@ def test_kept_keys_take_over_what_is_pruned(fmt: BlockFormat) -> None:
     assert (x[same] == y[same]).float().mean() > 0.98
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_blocks_of_layers_take_the_constants_of_their_layer(fmt: BlockFormat) -> None:
+    layers, each, heads, channels = 5, 3, 2, fmt.head_dim
+    blocks = random_blocks(fmt, layers * each, heads).cuda()
+    weights = (torch.rand(layers, heads, channels) + 0.5).cuda()
+    query = (torch.randn(layers, heads, channels) * channels**-0.5).cuda()
+    factor = torch.stack([random_factor(heads, channels) for _ in range(layers)]).cuda()
+    refs = -torch.arange(1, layers * each + 1, dtype=torch.int32, device="cuda")
+    refs = refs[:, None].expand(-1, heads)
+    of_tokens = ops.token_weights(blocks, query)
+    for rule in ({"weights": weights}, {"weights": weights, "factor": factor}):
+        whole, alone = empty_arena(fmt, heads).cuda(), empty_arena(fmt, heads).cuda()
+        ops.store_blocks(blocks, Side.K, whole, refs, fmt, **rule)
+        for layer in range(layers):
+            own = slice(layer * each, (layer + 1) * each)
+            its = {name: x[layer] for name, x in rule.items()}
+            ops.store_blocks(blocks[own], Side.K, alone, refs[own], fmt, **its)
+            assert torch.equal(ops.token_weights(blocks[own], query[layer]), of_tokens[own])
+        assert torch.equal(whole, alone)
+        assert not torch.equal(whole, empty_arena(fmt, heads).cuda())
+
+
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_token_weights_change_the_choice(fmt: BlockFormat, centered: bool) -> None:

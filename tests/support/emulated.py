@@ -128,24 +128,26 @@ def store_blocks(
     """hs_store_blocks; with `losses` f32 [N, H] those alone. `weights`: of channels or tokens."""
     function = library("compress").store_blocks
     types: list[Any] = [INT, INT, INT, PTR, *3 * [LONG], *4 * [PTR], ctypes.c_bool]
-    function.argtypes = [*types, PTR, PTR, INT, INT]
+    function.argtypes = [*types, PTR, PTR, INT, INT, INT]
     function.restype = None
     function(
         *(blocks.shape[3], int(side), rule, blocks.data_ptr(), *blocks.stride()[:3]),
         *map(_pointer, (keep, weights, arena, refs)),
         *(centered or means is not None, _pointer(means), _pointer(losses)),
         *blocks.shape[:2],
+        weights.shape[0] if rule == WEIGHTED and weights is not None and weights.dim() == 3 else 1,
     )
 
 
 def token_weights(keys: Tensor, query: Tensor) -> Tensor:
     weights = torch.full(keys.shape[:3], torch.nan)
     function = library("compress").token_weights
-    function.argtypes = [INT, PTR, *3 * [LONG], PTR, PTR, INT, INT]
+    function.argtypes = [INT, PTR, *3 * [LONG], PTR, PTR, INT, INT, INT]
     function.restype = None
     function(
         *(keys.shape[3], keys.data_ptr(), *keys.stride()[:3]),
         *(query.data_ptr(), weights.data_ptr(), *keys.shape[:2]),
+        query.shape[0] if query.dim() == 3 else 1,
     )
     return weights
 
@@ -155,12 +157,13 @@ def store_compensated(
 ) -> None:
     factor = factor.contiguous()  # torch's triangles are views
     function = library("compensate").store_compensated
-    function.argtypes = [INT, PTR, *3 * [LONG], *4 * [PTR], INT, INT]
+    function.argtypes = [INT, PTR, *3 * [LONG], *4 * [PTR], INT, INT, INT]
     function.restype = None
     function(
         *(blocks.shape[3], blocks.data_ptr(), *blocks.stride()[:3]),
         *map(_pointer, (weights, factor, arena, refs)),
         *blocks.shape[:2],
+        weights.shape[0] if weights.dim() == 3 else 1,
     )
 
 

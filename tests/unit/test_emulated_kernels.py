@@ -166,3 +166,31 @@ def test_tokens_go_to_the_dense_block_of_their_page(fmt: BlockFormat, permuted: 
     queries = emulated.store_tokens(k, v, q, got, refs, locations, order)
     assert torch.equal(queries, ops.store_tokens(k, v, q, want, refs, locations, fmt, order))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_blocks_of_layers_take_the_constants_of_their_layer(fmt: BlockFormat) -> None:
+    """Three layers end to end, each with weights, a factor and a query of its own."""
+    layers, each, channels = 3, 2, fmt.head_dim
+    blocks = torch.randn(layers * each, 2, fmt.block_size, channels).to(fmt.torch_dtype)
+    weights = torch.rand(layers, 2, channels) + 0.5
+    query = torch.randn(layers, 2, channels) * channels**-0.5
+    upper = torch.randn(layers, 2, channels, channels).triu(1) / channels
+    factor = upper + torch.diag_embed(0.5 + torch.rand(layers, 2, channels))
+    refs = -torch.arange(1, layers * each + 1, dtype=torch.int32)[:, None].expand(-1, 2)
+    refs = refs.contiguous()
+    whole, compensated = empty_arena(fmt, 2), empty_arena(fmt, 2)
+    emulated.store_blocks(blocks, Side.K, whole, refs, emulated.WEIGHTED, weights=weights)
+    emulated.store_compensated(blocks, compensated, refs, weights, factor)
+    of_tokens = emulated.token_weights(blocks, query)
+    alone, compensated_alone = empty_arena(fmt, 2), empty_arena(fmt, 2)
+    for layer in range(layers):
+        own = slice(layer * each, (layer + 1) * each)
+        part, its_refs = blocks[own], refs[own].contiguous()
+        emulated.store_blocks(
+            part, Side.K, alone, its_refs, emulated.WEIGHTED, weights=weights[layer]
+        )
+        emulated.store_compensated(part, compensated_alone, its_refs, weights[layer], factor[layer])
+        assert torch.equal(emulated.token_weights(part, query[layer]), of_tokens[own])
+    assert torch.equal(whole, alone) and torch.equal(compensated, compensated_alone)
+    assert not torch.equal(whole, empty_arena(fmt, 2))

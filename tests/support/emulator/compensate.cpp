@@ -6,7 +6,7 @@ namespace {
 
 template <int D, typename T>
 void compensate(const hs::CompensateParams& p) {
-  launch_grid({2, static_cast<unsigned>(p.heads)}, hs::kStoreThreads,
+  launch_grid({2, static_cast<unsigned>(p.layers * p.heads)}, hs::kStoreThreads,
               sizeof(typename hs::Plan<D>::Shared), false,
               [&] { hs::compensate_kernel<D, T>(p); });
 }
@@ -17,9 +17,9 @@ void compensate(const hs::CompensateParams& p) {
 extern "C" void store_compensated(int head_dim, const void* blocks, long long block_stride,
                                   long long head_stride, long long token_stride,
                                   const float* weights, const float* factor, std::uint8_t* arena,
-                                  const int* refs, int blocks_count, int heads) {
+                                  const int* refs, int blocks_count, int heads, int layers) {
   const hs::CompensateParams p = {blocks, block_stride, head_stride, token_stride, weights,
-                                  factor, arena,        refs,        blocks_count, heads};
+                                  factor, arena,        refs,        blocks_count / layers, heads, layers};
   if (head_dim == 64) compensate<64, __half>(p);
   if (head_dim == 128) compensate<128, __nv_bfloat16>(p);
   if (head_dim == 256) compensate<256, __half>(p);

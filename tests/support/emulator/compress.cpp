@@ -49,10 +49,10 @@ extern "C" void store_blocks(int head_dim, int side, int rule, const void* block
                              long long block_stride, long long head_stride, long long token_stride,
                              const std::uint8_t* keep, const float* weights, std::uint8_t* arena,
                              const int* refs, bool centered, void* means, float* losses,
-                             int blocks_count, int heads) {
+                             int blocks_count, int heads, int layers) {
   const StoreParams p = {blocks, block_stride, head_stride, token_stride, keep,   weights,
                          arena,  refs,         1,           means,        losses, blocks_count,
-                         heads};
+                         heads,  blocks_count / layers};
   if (head_dim == 64) store_any<64, __half>(side, rule, centered, p);
   if (head_dim == 128) store_any<128, __nv_bfloat16>(side, rule, centered, p);
   if (head_dim == 256) store_any<256, __half>(side, rule, centered, p);
@@ -60,9 +60,9 @@ extern "C" void store_blocks(int head_dim, int side, int rule, const void* block
 
 extern "C" void token_weights(int head_dim, const void* keys, long long block_stride,
                               long long head_stride, long long token_stride, const float* query,
-                              float* weights, int blocks_count, int heads) {
+                              float* weights, int blocks_count, int heads, int layers) {
   const hs::TokenWeightParams p = {keys,  block_stride, head_stride, token_stride,
-                                   query, weights,      heads};
+                                   query, weights,      heads,       blocks_count / layers};
   if (head_dim == 64) weigh<64, __half>(p, blocks_count);
   if (head_dim == 128) weigh<128, __nv_bfloat16>(p, blocks_count);
   if (head_dim == 256) weigh<256, __half>(p, blocks_count);
