@@ -201,8 +201,8 @@ class RequestStorage:
 
     def _take(self, state: RequestState, kind: BlockKind) -> Slot:
         """One slot for a prefill: promised at admission, so eviction always makes room."""
-        dense, sparse = kind == DENSE, kind == SPARSE
-        while not self.pool.ledger.fits(self._used.dense + dense, self._used.sparse + sparse):
+        dense, sparse, ledger = kind == DENSE, kind == SPARSE, self.pool.ledger
+        while not ledger.fits(ledger.used[DENSE] + dense, ledger.used[SPARSE] + sparse):
             if not self.prefix_cache.evict_one():
                 raise RuntimeError(
                     f"a forward ran out of KV bytes: {self._used}, request {state.rid}"
@@ -274,7 +274,19 @@ class RequestStorage:
                 self.pool.unbind(page, side)
             self.pool.bind_dense(side, page, slot)
         state.tail, state.budget, state.decoding = {}, [0, 0], True
+        self._skip_settled(state)
         state.prompt_form = self.form(state, state.n)
+
+    def _skip_settled(self, state: RequestState) -> None:
+        """Moves the fronts past pages that prefill stored as decode wants them."""
+        for side in SIDES:
+            share = state.policy.decode.of(side)
+            if share and not is_fractional(share) and share == state.policy.prefill.of(side):
+                for page in state.pages[state.front[side] :]:
+                    slots = self.pool.spans[page, side].slots
+                    if len(slots) > 1 or slots[0].kind == DENSE:
+                        break
+                    state.front[side] += 1
 
     # prefill to decode, decode, replay
 
@@ -324,6 +336,10 @@ class RequestStorage:
         self, state: RequestState, side: int, pages: tuple[int, ...], count: int
     ) -> tuple[list[Slot], list[Slot | None], list[BlockKind]]:
         """Old slots; for every rank the old slot that may stay (None: a new one), and its kind."""
+        if len(pages) == 1:
+            (slot,) = self.pool.spans[state.pages[pages[0]], side].slots
+            kind = SPARSE if count else DENSE
+            return [slot], [slot if slot.kind == kind else None], [kind]
         spans = {id(s): s for s in (self.pool.spans[state.pages[p], side] for p in pages)}.values()
         old = [slot for span in spans for slot in span.slots]
         kinds = [SPARSE] * count + [DENSE] * (len(pages) - count)
@@ -383,25 +399,36 @@ class RequestStorage:
             state.front[side] = pages[-1] + 1
 
     def _convert(self, state: RequestState, side: int, pages: tuple[int, ...], count: int) -> None:
+        pool = self.pool
         old, keep, kinds = self._change(state, side, pages, count)
         if None not in keep:
             return
-        before = sum(slot.kind == SPARSE for slot in old)
-        new = [slot or self.pool.allocate(kind) for slot, kind in zip(keep, kinds, strict=True)]
-        ids = [state.pages[p] for p in pages]
-        old_refs, new_refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
-        spans = (self.pool.spans[page, 0] for page in ids)
-        sparse_keys = side == 1 and any(s.kind == SPARSE for span in spans for s in span.slots)
-        self.pool.queue(Convert(side, tuple(ids), old_refs, new_refs, sparse_keys))
+        ids = tuple([state.pages[p] for p in pages])
         phase = "transition" if state.position == state.n else "decode"
+        if len(ids) == 1:
+            new = [pool.allocate(kinds[0])]
+            keys = pool.spans[ids[0], 0].slots
+            sparse_keys = side == 1 and (keys[0].kind == SPARSE or len(keys) > 1)
+            pool.queue(Convert(side, ids, (old[0].ref,), (new[0].ref,), sparse_keys))
+            self._count_formed(phase, count - (old[0].kind == SPARSE), 0)
+            self._forget(ids[0], side)
+            pool.release(old[0])
+            pool.bind(side, ids, new)
+            return
+        before = sum(slot.kind == SPARSE for slot in old)
+        new = [slot or pool.allocate(kind) for slot, kind in zip(keep, kinds, strict=True)]
+        old_refs, new_refs = (tuple(slot.ref for slot in slots) for slots in (old, new))
+        spans = (pool.spans[page, 0] for page in ids)
+        sparse_keys = side == 1 and any(s.kind == SPARSE for span in spans for s in span.slots)
+        pool.queue(Convert(side, ids, old_refs, new_refs, sparse_keys))
         self._count_formed(phase, count - before, 0)
         for page in ids:
             self._forget(page, side)
         kept = {id(slot) for slot in keep if slot}
         for slot in old:
             if id(slot) not in kept:
-                self.pool.release(slot)
-        self.pool.bind(side, ids, new)
+                pool.release(slot)
+        pool.bind(side, ids, new)
 
     def _forget(self, page: int, side: int) -> None:
         """Takes a page out of its span without releasing the slots, which the caller reuses."""

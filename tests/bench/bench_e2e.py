@@ -10,8 +10,8 @@ to the scratch file, ours reads it there, so that all ran on one machine. TTFT i
 the first token, TPOT the time from the first to the last token over the tokens between, each the
 median of `--repeat` prompts.
 
-Saturation (`--saturate LENGTH`): as many prompts of that length as the cache admits are sent at
-once and answered with `--answer` tokens each. `window` is output tokens a second from the last
+Saturation (`--saturate LENGTH:ANSWER,...`): as many prompts of that length as the cache admits are
+sent at once and answered with so many tokens each. `window` is output tokens a second from the last
 first token to the first last one, when all decode and none prefills; `whole` is all output tokens
 over all the time.
 
@@ -198,11 +198,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--lengths", default="32768,130048", help="of TTFT and TPOT; '' for none")
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--tokens", type=int, default=65)
+    parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--saturate", type=int, default=0, metavar="LENGTH")
+    parser.add_argument("--saturate", default="", metavar="LENGTH:ANSWER,...")
     parser.add_argument("--saturate-policies", default="max")
-    parser.add_argument("--answer", type=int, default=1024)
     parser.add_argument("--profile", type=Path, metavar="DIR")
     parser.add_argument("--rows", type=int, default=48, help="requests at once, at most")
     args = parser.parse_args()
@@ -211,7 +210,9 @@ def main() -> None:
     if ours and not args.scratch.is_file():
         parser.error(f"--scratch {args.scratch}: run the arm stock first")
 
-    context = max([*lengths, args.saturate]) + args.answer + 1024
+    full = [tuple(map(int, text.split(":"))) for text in args.saturate.split(",") if text]
+    context = max([length + args.tokens for length in lengths] + [sum(each) for each in full])
+    context += 1024
     engine = build_engine(args.model, args.arm, context, args.rows)
     asyncio.set_event_loop(engine.loop)
     known = json.loads(args.scratch.read_text()) if args.scratch.is_file() else {}
@@ -242,7 +243,7 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
 
     if args.profile:
-        profile(engine, (lengths or [args.saturate])[0], policies[-1], args.profile / args.arm)
+        profile(engine, lengths[0], policies[-1], args.profile / args.arm)
     for length in lengths:
         for policy in policies:
             found = measure(engine, length, policy, args.tokens, args.repeat)
@@ -256,21 +257,23 @@ def main() -> None:
             case = {"B": 1, "L": length, "policy": policy, **bytes_of}
             for name in ("ttft", "tpot"):
                 write(f"e2e_{name}", case, "s", found[name], known["stock"][f"{length} None"][name])
-    if args.saturate:
+    for length, answer in full:
         for policy in args.saturate_policies.split(",") if ours else [None]:
-            found = saturate(engine, args.saturate, policy, args.answer, args.rows)
-            results[f"saturation {policy}"] = found
-            print(args.arm, "saturation", policy, found, flush=True)
+            found = saturate(engine, length, policy, answer, args.rows)
+            results[f"saturation {length} {policy}"] = found
+            print(args.arm, "saturation", length, policy, found, flush=True)
+            args.scratch.write_text(json.dumps(known))
             if not ours:
                 continue
             for part in ("window", "whole"):
-                case = {"L": args.saturate, "policy": policy, "part": part}
+                case = {"L": length, "answer": answer, "policy": policy, "part": part}
+                name = f"saturation {length} None"
                 for arm in ("stock", "fp8"):
-                    if arm in known:
-                        other = known[arm]["saturation None"]
+                    if name in known.get(arm, {}):
+                        other = known[arm][name]
                         case[arm] = {"requests": other["requests"], "tokens_per_s": other[part]}
                 case["requests"] = found["requests"]
-                stock = known["stock"]["saturation None"][part]
+                stock = known["stock"][name][part]
                 write("saturation", case, "output tokens/s", found[part], stock)
     args.scratch.write_text(json.dumps(known))
     engine.shutdown()

@@ -13,7 +13,8 @@ dense data.
 
 The two take turns of about `--burst` milliseconds, since a card at its power limit slows down with
 time; `burst_ms` is how long a turn was. Short turns favour the one that draws more power, whose
-clock the other's turn has let rise: give at least 250 for what either does on its own.
+clock the other's turn has let rise: give at least 250 for what either does on its own, and 1,500
+for what a long prompt sees.
 
 `--curve` walks the share of sparse blocks, of V alone and of both. `--ablation` tells what the
 general kernels cost from what sparse blocks gain: `kernel` names the sides for which the kernel
@@ -233,7 +234,7 @@ class Rate:
 
 
 def measure_in_turn(
-    calls: list[Callable[[], object]], layer: Layer, burst_ms: float, turns: int = 5
+    calls: list[Callable[[], object]], layer: Layer, burst_ms: float, turns: int
 ) -> tuple[list[Rate], float]:
     """The rates of calls that run in turn, and the milliseconds of the longest turn."""
 
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cases", default="", help="B x L, as 1x32768,8x32768")
     parser.add_argument("--burst", type=float, default=250.0, help="milliseconds of a turn")
+    parser.add_argument("--turns", type=int, default=5)
     walk = parser.add_mutually_exclusive_group()
     walk.add_argument("--curve", action="store_true", help="shares of sparse blocks from 0 to 1")
     walk.add_argument("--ablation", action="store_true", help="every kernel on dense pages too")
@@ -314,7 +316,9 @@ def main() -> None:
             def ours(layer=layer, stored=stored, kernel=kernel) -> torch.Tensor:  # type: ignore[no-untyped-def]
                 return attend(layer, stored, kernel)
 
-            (rate, base), turn_ms = measure_in_turn([ours, baseline], layer, arguments.burst)
+            (rate, base), turn_ms = measure_in_turn(
+                [ours, baseline], layer, arguments.burst, arguments.turns
+            )
             case = {
                 "B": batch,
                 "L": length,
