@@ -22,7 +22,8 @@ class KeyedPruner(MagnitudePruner):
     """By magnitude, and asks for the keys of V, by which all tokens weigh the same."""
 
     def prune(self, blocks: Tensor, side: int, *_: Any, **__: Any) -> PrunedBlocks:
-        query = torch.zeros(blocks.shape[1], blocks.shape[3]) if side == Side.V else None
+        *layers, _, heads, _, channels = blocks.shape
+        query = torch.zeros(*layers, heads, channels) if side == Side.V else None
         return PrunedBlocks(query=query)
 
 
@@ -48,21 +49,34 @@ class KeyChecking(Compressor):
                 known.add(_bytes(vectors.pruned(Side.K, k[head][None])[0]))
 
     def _choose(
-        self, layer: int, side: int, blocks: Tensor, keys_of: Callable[[], Tensor], **ranked: bool
+        self,
+        layers: int | range,
+        side: int,
+        blocks: Tensor,
+        keys_of: Callable[[], Tensor],
+        **ranked: bool,
     ) -> Any:
         if side == Side.V:
             keys = keys_of()
             assert keys.shape == blocks.shape
-            self.chosen += blocks.shape[0]
-            for n, head in torch.cartesian_prod(*map(torch.arange, blocks.shape[:2])).tolist():
-                for t in range(n % STRIDE, 64, STRIDE):
-                    known = self.keys.get((layer, head, _bytes(blocks[n, head, t].float().numpy())))
-                    if known is None:
-                        break
-                    self.checked += 1
-                    found = _bytes(keys[n, head, t].float().numpy())
-                    self.wrong += found not in known
-        return super()._choose(layer, side, blocks, keys_of, **ranked)
+            if isinstance(layers, range):
+                for own in zip(layers, blocks, keys, strict=True):
+                    self._look_at(*own)
+            else:
+                self._look_at(layers, blocks, keys)
+        return super()._choose(layers, side, blocks, keys_of, **ranked)
+
+    def _look_at(self, layer: int, blocks: Tensor, keys: Tensor) -> None:
+        """Of one layer, both [N, H, 64, D]."""
+        self.chosen += blocks.shape[0]
+        for n, head in torch.cartesian_prod(*map(torch.arange, blocks.shape[:2])).tolist():
+            for t in range(n % STRIDE, 64, STRIDE):
+                known = self.keys.get((layer, head, _bytes(blocks[n, head, t].float().numpy())))
+                if known is None:
+                    break
+                self.checked += 1
+                found = _bytes(keys[n, head, t].float().numpy())
+                self.wrong += found not in known
 
 
 def _bytes(row: Any) -> bytes:
