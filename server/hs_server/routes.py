@@ -269,7 +269,7 @@ def build_router(engine: Engine, config: RuntimeConfig, gate: Gate) -> APIRouter
         ("/ready", ready),
         ("/metrics", exposition),
     ):
-        router.add_api_route(path, view, methods=["GET"], response_model=None)
+        router.add_api_route(path, view, methods=["GET", "HEAD"], response_model=None)
     return router
 
 

@@ -918,6 +918,11 @@ def test_only_probes_are_open(locked: TestClient) -> None:
         assert status == (200 if path in OPEN_PATHS else 401), path
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/policies", "/metrics"])
+def test_what_can_be_read_can_be_asked_for_by_head(client: TestClient, path: str) -> None:
+    assert client.head(path).status_code == client.get(path).status_code == 200
+
+
 def test_browsers_of_listed_origins_may_ask_and_read_our_headers(locked: TestClient) -> None:
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST",
              "Access-Control-Request-Headers": "authorization, hierasparse-policy"}  # fmt: skip
