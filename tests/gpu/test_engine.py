@@ -42,7 +42,7 @@ POLICIES = {
 NEW = 48
 LENGTH = 1100
 NEAR = 0.03  # mean distance of log-probabilities, float16 against float32
-CLOSE_CALL = 0.3  # at most, between the best two of the rules where an answer takes another; 0.25 seen
+CLOSE_CALL = 0.3  # at most, between the best two of the rules where another is taken; 0.25 was seen
 
 
 @pytest.fixture(scope="module")
