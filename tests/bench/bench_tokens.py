@@ -37,7 +37,7 @@ def passages(model: str) -> list[list[int]]:
     return [ids[i * step : i * step + length] for i, length in enumerate(LENGTHS)]
 
 
-def build_engine(model: str, device: str) -> Any:
+def build_engine(model: str, device: str, dtype: str) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     from hs_runtime import spawn
@@ -51,7 +51,7 @@ def build_engine(model: str, device: str) -> Any:
     options: dict[str, Any] = {
         "model_path": model,
         "device": device,
-        "dtype": "float32" if device == "cpu" else "float16",
+        "dtype": dtype,
         "attention_backend": "hierasparse",
         "page_size": 64,
         "skip_tokenizer_init": True,
@@ -127,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="the demonstration model's folder")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--dtype", help="default: float32 on the CPU, float16 elsewhere")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--output", type=Path)
@@ -137,7 +138,8 @@ def main() -> None:
         args.model = str(ensure_demo_model())
     known = json.loads(args.against.read_text()) if args.against else {}
     prompts = known.get("prompts") or passages(args.model)
-    engine = build_engine(args.model, args.device)
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "float16")
+    engine = build_engine(args.model, args.device, dtype)
     found: dict[str, Any] = {"prompts": prompts}
     for policy in POLICIES:
         found[policy] = [answer(engine, prompt, policy) for prompt in prompts]
@@ -149,7 +151,8 @@ def main() -> None:
         return
     import torch
 
-    versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {dtype}"
+    versions = {"device": name, "torch": torch.__version__}
     for policy in POLICIES:
         line = compare(policy, found[policy], known[policy])
         line |= {"versions": versions, "date": datetime.date.today().isoformat()}
