@@ -7,7 +7,7 @@ page ids is the count of these bytes too. Page 0 is the dummy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hs_kernels.block_format import BlockFormat, Side
 from hs_kernels.reference import write_dummy
 from hs_runtime.pool.block_pool import Operation, Share
 
+COPIES_AT_ONCE: Final = 32768  # below what one dimension of a CUDA grid takes
 Pages = TypeVar("Pages", int, Tensor)
 
 
@@ -76,13 +77,15 @@ class PlainLayers:
 
 
 def _independent_shares(operations: Sequence[Operation]) -> Iterator[list[Share]]:
-    """The shares among the operations, in order, in runs that read no page which they write."""
+    """The shares among the operations, in order, in runs that read no page which they write, of at
+    most `COPIES_AT_ONCE`."""
     run: list[Share] = []
     read, written = set[int](), set[int]()
     for op in operations:
         if not isinstance(op, Share):
             continue
-        if op.old in written or op.new in read or op.new in written:
+        touched = op.old in written or op.new in read or op.new in written
+        if touched or len(run) == COPIES_AT_ONCE:
             yield run
             run, read, written = [], set(), set()
         run.append(op)

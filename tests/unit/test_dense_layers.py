@@ -16,7 +16,13 @@ from typer.testing import CliRunner
 from hs_kernels import ops
 from hs_kernels.block_format import BlockFormat, Side
 from hs_kernels.reference import load_pages
-from hs_runtime.attention.plan import ExtendRow, build_extend_plan, build_plain_extend
+from hs_runtime.attention.plan import (
+    ExtendRow,
+    build_expanded_plans,
+    build_extend_plan,
+    build_plain_extend,
+)
+from hs_runtime.attention.unpacked import attend
 from hs_runtime.capacity import KVShape, capacity
 from hs_runtime.cli import app
 from hs_runtime.config import ConfigError, RuntimeConfig
@@ -250,6 +256,39 @@ def test_a_chunk_goes_to_the_pages_of_its_rows_and_its_tails_are_theirs() -> Non
     assert found.attention.page_table is plan.attention.page_table
     assert [row.tail for row in found.rows] == [((14, 4), (15, 5)), ((), ())]
     assert slot_of(7, Side.K) == 14 and slot_of(2, Side.V) == 5
+
+
+@pytest.mark.parametrize("frontiers", [(0, 0), (2, 2), (2, 4), (3, 5), (5, 5)], ids=str)
+def test_queries_read_what_was_computed_wherever_frontiers_lie(frontiers: tuple[int, int]) -> None:
+    """Also past the diagonal, as in chunks by the paper's rule; on the blocks as they lie, and
+    unpacked. Against plain causal attention over all 300 tokens."""
+    storage, pages, start, end = plain(layers=1, pages=9), (9, 4, 7, 2, 5), 200, 300
+    k, v, q = torch.randn((3, end, 2, 64), generator=torch.Generator().manual_seed(1))
+    (arena,), refs, scale = storage.arena, storage.refs, 0.125
+    arena[storage.page_bytes :] = 0xFF  # what nobody wrote is NaN
+    begun = range(frontiers[0], 4)
+    nowhere = tuple(0 for _ in begun)
+    row = ExtendRow(start, end, pages, frontiers, frontiers[0], (nowhere, nowhere), ())
+    device = torch.device("cpu")
+    plan = build_extend_plan([row], [], [], (True, True), 64, device, 2).prefill
+    assert plan is not None
+    found = build_plain_extend(plan, 64, device)
+    position = torch.arange(start)
+    before = torch.tensor(pages)[position // 64] * 64 + position % 64
+    ops.store_tokens(k[:start], v[:start], q[:start], arena, refs, before, F32)
+    own = [x[start:] for x in (q, k, v)]
+    ops.store_tokens(own[1], own[2], own[0], arena, refs, found.locations, F32)
+    lying, _ = ops.prefill_attention(
+        *(*own, arena, refs, found.attention, scale, F32), sparse_k=False, sparse_v=False
+    )
+    (expanded,) = build_expanded_plans(found.rows, 2, 100, device)
+    scratch = ops.expand_blocks(arena, expanded.sources(refs), F32)
+    unpacked = attend(*own, scratch, expanded, scale, F32)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=scale
+    ).transpose(0, 1)
+    for got in (lying, unpacked):
+        assert torch.allclose(got, whole[start:], atol=1e-5)
 
 
 def test_metrics_count_the_page_ids_of_dense_layers() -> None:
