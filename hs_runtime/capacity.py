@@ -11,14 +11,19 @@ from hs_kernels.block_format import HEAD_DIMS, BlockFormat
 from hs_runtime.config import ConfigError
 from hs_runtime.device import Device
 from hs_runtime.launch import GPU_CHUNK, memory_fraction, plan_launch, reserve_bytes
-from hs_runtime.policies import PRESETS
+from hs_runtime.policies import PRESETS, SparsityPolicy
 from hs_runtime.policies.policy import ServerConstants
 from hs_runtime.pool.sizing import dense_tokens_of, size_pool
-from hs_runtime.scheduler.admission import BlockSizes, requests_at_once
+from hs_runtime.scheduler.admission import (
+    BlockSizes,
+    requests_at_once,
+    requests_by_page_ids,
+)
 from hs_runtime.scheduler.lifecycle import Lifecycle
 
 LENGTHS: Final = (1 << 10, 8 << 10, 32 << 10, 128 << 10)
 ANSWER_TOKENS: Final = 256
+_AMPLE: Final = 1 << 40  # spare page ids: more than are made, however many requests SGLang runs
 _DTYPES: Final = ("float16", "bfloat16", "float32")
 
 
@@ -75,25 +80,39 @@ def capacity(
 ) -> Capacity:
     """What the scheduler would admit to an empty cache of `kv_bytes`, by its own functions.
 
-    `centered`: the pruner keeps means beside sparse blocks, which take their share.
+    `centered`: the pruner keeps means beside sparse blocks, which take their share. Raises
+    ConfigError when the model has not the layers that `constants` keep dense.
     """
-    fmt, rules = shape.format, Lifecycle.of(constants)
+    fmt, rules, dense = shape.format, Lifecycle.of(constants), constants.dense_layers
+    try:
+        mixed = len(constants.mixed_layers(shape.layers))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     tokens = dense_tokens_of(
-        fmt, kv_bytes, layers=shape.layers, heads=shape.heads, centered=centered
+        fmt,
+        kv_bytes,
+        layers=shape.layers,
+        heads=shape.heads,
+        centered=centered,
+        dense_layers=len(dense),
+        spare_pages=_AMPLE,
     )
-    superblocks = size_pool(fmt, tokens, spare_pages=0).superblocks
+    size = size_pool(fmt, tokens, spare_pages=_AMPLE, dense_layers=dense)
+    superblocks = size.superblocks
     sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
-    requests = {
-        n: {
-            name: requests_at_once(rules, sizes, superblocks, policy, n, answer_tokens)
-            for name, policy in PRESETS.items()
-        }
-        for n in lengths
-    }
+
+    def fits(policy: SparsityPolicy, n: int) -> int:
+        count = requests_at_once(rules, sizes, superblocks, policy, n, answer_tokens)
+        if not dense:
+            return count
+        return min(count, requests_by_page_ids(rules, size.pages, policy, n, answer_tokens))
+
+    requests = {n: {name: fits(policy, n) for name, policy in PRESETS.items()} for n in lengths}
     superblock = fmt.superblock_bytes
     if centered:
         superblock += fmt.sparse_per_superblock * fmt.mean_bytes
-    arena = superblocks * superblock * shape.layers * shape.heads
+    arena = superblocks * superblock * mixed * shape.heads
+    arena += size.pages * 2 * fmt.dense_bytes * len(dense) * shape.heads
     return Capacity(arena, tokens, answer_tokens, requests)
 
 

@@ -26,7 +26,14 @@ from hs_runtime.demo_model import MODEL_NAME as DEMO_MODEL_NAME
 from hs_runtime.demo_model import DemoModelError, demo_model_folder, ensure_demo_model
 from hs_runtime.device import probe_devices
 from hs_runtime.launch import CPU_MAX_REQUESTS, LaunchPlan, plan_launch
-from hs_runtime.policies.policy import ANCHORS, PRESETS, PolicyError, ServerConstants, parse_policy
+from hs_runtime.policies.policy import (
+    ANCHORS,
+    PRESETS,
+    PolicyError,
+    ServerConstants,
+    parse_layers,
+    parse_policy,
+)
 
 if TYPE_CHECKING:
     from hs_runtime.policies.pruner import Pruner
@@ -88,6 +95,12 @@ def serve(
     anchor: Annotated[
         str, typer.Option(help=f"Dense region of prefill: {' | '.join(ANCHORS)}.")
     ] = _DEFAULTS.anchor,
+    dense_layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers whose KV stays dense under every policy, counted from 0, e.g. 3,7,12."
+        ),
+    ] = "",
     pruner: Annotated[
         str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
     ] = "",
@@ -123,6 +136,7 @@ def serve(
                 window=window,
                 segment=segment,
                 anchor=anchor,
+                dense_layers=_layers(dense_layers),
             ),
             default_policy=parse_policy(default_policy),
             model_path=model,
@@ -220,6 +234,9 @@ def evaluate(
     segment: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.segment,
     window: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.window,
     sink: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.sink,
+    dense_layers: Annotated[
+        str, typer.Option(help="As for `serve`; of one arm: max+dense_layers=3/7/12.")
+    ] = "",
     pruner: Annotated[
         str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
     ] = "",
@@ -262,7 +279,14 @@ def evaluate(
         typer.echo(line, err=True)
 
     try:
-        constants = _constants(sink=sink, window=window, segment=segment)
+        constants = _constants(
+            sink=sink, window=window, segment=segment, dense_layers=_layers(dense_layers)
+        )
+        if layers and constants.dense_layers:
+            raise ConfigError(
+                "--layers looks at layers as they are pruned, and --dense-layers prunes some of "
+                "them not at all (give one of the two)"
+            )
         config = RuntimeConfig(
             constants=constants,
             model_path=model,
@@ -276,6 +300,8 @@ def evaluate(
         digest = _digest(Path(config.calibration_path)) if config.calibration_path else ""
         chosen = parse_arms(arms or [",".join(PRESETS)], config.constants, digest)
         described = _model_config(config.model_path)
+        for arm in chosen:
+            _check_layers(arm.constants, described)
         target = Target(
             device=probe_devices(_device_name(device))[0],
             model_path=config.model_path,
@@ -368,13 +394,17 @@ def doctor(
     kv_cache: Annotated[
         str, typer.Option(help="For --capacity: size of the KV cache. Default: as `serve`.")
     ] = "",
+    dense_layers: Annotated[
+        str, typer.Option(help="For --capacity: as for `serve`, e.g. 3,7,12.")
+    ] = "",
 ) -> None:
     """Say what this machine can serve, and what would stop it (exit code 1)."""
     from hs_runtime.doctor import examine
 
     try:
         if show_capacity:
-            _print_capacity(_device_name(device), model, kv_cache, as_json)
+            constants = _constants(dense_layers=_layers(dense_layers))
+            _print_capacity(_device_name(device), model, kv_cache, constants, as_json)
             return
         report = examine(_device_name(device))
     except ConfigError as error:
@@ -398,7 +428,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) -> None:
+def _print_capacity(
+    device_name: str, model: str, kv_cache: str, constants: ServerConstants, as_json: bool
+) -> None:
     from hs_runtime.capacity import ANSWER_TOKENS, LENGTHS, KVShape, capacity, kv_bytes_of
 
     devices = probe_devices(device_name)
@@ -419,7 +451,7 @@ def _print_capacity(device_name: str, model: str, kv_cache: str, as_json: bool) 
     found = capacity(
         KVShape.of(config, devices[0]),
         size,
-        _DEFAULTS,
+        constants,
         [n for n in LENGTHS if n < context] or LENGTHS[:1],
         centered=calibrated,
     )
@@ -463,6 +495,7 @@ def _resolve(
         config = replace(config, model_path=str(folder or DEMO_MODEL), served_model_name=name)
     if config.model_path != DEMO_MODEL:
         described = _model_config(config.model_path)
+    _check_layers(config.constants, described)
     plan = plan_launch(
         devices[0],
         config.model_path,
@@ -534,6 +567,23 @@ def _check_stored(constants: ServerConstants) -> None:
             f"pruner: {constants.pruner!r} keeps what a 2:4 block cannot hold, so it can only be "
             f"simulated (hs-runtime eval --arms {constants.pruner})"
         )
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return parse_layers(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_layers(constants: ServerConstants, described: Mapping[str, Any] | None) -> None:
+    """Dense layers against the model's config.json; without one the engine checks at start."""
+    count = (described or {}).get("num_hidden_layers")
+    if constants.dense_layers and isinstance(count, int):
+        try:
+            constants.mixed_layers(count)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _as_dict(constants: ServerConstants) -> dict[str, Any]:

@@ -158,6 +158,7 @@ class RuntimeConfig:
         """One canonical line; `from_json` gives back an equal value."""
         values = asdict(self)
         values["default_policy"] = json.loads(self.default_policy.to_json())
+        values["constants"] = self.constants.as_dict()
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod

@@ -217,7 +217,8 @@ def _build_allocator(orig: Callable[..., Any], self: Any, **kw: Any) -> Any:
 
 def _resolve_memory(orig: Callable[..., Any], self: Any, *args: Any) -> Any:
     """SGLang's profile says how many dense tokens fit; the arena gets those bytes, and page ids are
-    made for what they hold when all is sparse."""
+    made for what they hold when all is sparse. Layers that stay dense take their bytes by page
+    id."""
     from sglang.srt.runtime_context import get_parallel
 
     from hs_runtime.policies.pruner import build_pruner
@@ -232,13 +233,26 @@ def _resolve_memory(orig: Callable[..., Any], self: Any, *args: Any) -> Any:
     fmt = block_format(self.model_config.head_dim, dtype, packed=pruner.is_stored)
     heads = self.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
     layers = self.layer_info.num_effective_layers
+    try:
+        constants.mixed_layers(layers)
+    except ValueError as error:
+        raise StartupRefused(str(error)) from error
+    dense = constants.dense_layers
     size_bytes = config.max_total_num_tokens // 64 * 2 * fmt.dense_bytes * heads * layers
     if runtime.kv_cache_bytes:
         size_bytes = min(size_bytes, runtime.kv_cache_bytes)
     centered = pruner.centers_values
-    tokens = dense_tokens_of(fmt, size_bytes, layers=layers, heads=heads, centered=centered)
     spare = (constants.window + 2 * constants.segment) // 64 * config.max_running_requests
-    size = size_pool(fmt, tokens, spare_pages=spare, centered=centered)
+    tokens = dense_tokens_of(
+        fmt,
+        size_bytes,
+        layers=layers,
+        heads=heads,
+        centered=centered,
+        dense_layers=len(dense),
+        spare_pages=spare,
+    )
+    size = size_pool(fmt, tokens, spare_pages=spare, centered=centered, dense_layers=dense)
     HieraKVPool.next_size = size
     config.max_total_num_tokens = size.pages * 64
     return config
@@ -368,6 +382,9 @@ def _token_info(result: Any, self: Any) -> Any:
     pool = getattr(self.tree_cache, "block_pool", None)
     if pool is not None:
         result.full_token_usage = (pool.used_bytes - pool.evictable_bytes) / pool.total_bytes
+        if getattr(self.tree_cache, "plain", None) is not None:  # page ids may be scarcer
+            used, evictable, total = self.tree_cache.plain_bytes()
+            result.full_token_usage = max(result.full_token_usage, (used - evictable) / total)
     return result
 
 
@@ -586,11 +603,11 @@ def create_backend(runner: Any) -> Any:
         raise StartupRefused(f"pruner {pruner.name!r} is simulated on the CPU alone (--device cpu)")
     calibration = None
     if pruner.needs_calibration:
-        calibration = _calibration_of_rank(config, runner.model_config.model_path, pool.block_pool)
+        calibration = _calibration_of_rank(config, runner.model_config.model_path, pool)
     compressor = Compressor(
         pool.block_pool,
         pruner,
-        calibration.layers if calibration else None,
+        [calibration.layers[layer] for layer in pool.mixed_layers] if calibration else None,
         fault=_injected_fault(config.injected_fault),
     )
     logger.info("hierasparse serves with %s", config.constants.to_json())
@@ -649,13 +666,13 @@ def _calibration_of_rank(config: RuntimeConfig, model_path: str, pool: Any) -> A
 
     parallel = get_parallel()
     part = loaded.of_rank(parallel.attn_tp_rank, parallel.attn_tp_size)
-    expected = (pool.layers, pool.heads, pool.format.head_dim)
+    expected = (pool.layer_num, pool.head_num, pool.head_dim)
     if tuple(part.permutation.shape) != expected:
         raise StartupRefused(
             f"calibration: {path} has {list(part.permutation.shape)} layers, kv heads and "
             f"channels, not {list(expected)}"
         )
-    return part.to(pool.device)
+    return part.to(pool.block_pool.device)
 
 
 def _injected_fault(text: str) -> Callable[[], None] | None:

@@ -6,6 +6,7 @@ CUDA graphs. A captured decode reads refs, slots and the static buffers of `_Dec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,19 @@ from torch import Tensor
 
 from hs_kernels import ops
 from hs_kernels.block_format import Side
+from hs_kernels.reference import dense_slots
 from hs_runtime.attention import unpacked
 from hs_runtime.attention.plan import (
     AttnPlan,
     BatchCompressor,
     ExpandedPlan,
+    ExtendRow,
     ExtendTensors,
+    PlainExtend,
     build_expanded_plans,
+    build_plain_extend,
 )
-from hs_runtime.pool.kv_pool import HieraKVPool
+from hs_runtime.pool.kv_pool import HieraKVPool, LayerBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class HieraAttnBackend(AttentionBackend):
         self._dense_attention = _hopper_dense_attention() if self._on_cuda else None
         self._prefill_kernel, self._expanded_pages = prefill_kernel, expanded_pages
         self._expanded: list[ExpandedPlan] = []
+        self._plain: PlainExtend | None = None  # of the layers that stay dense
+        self._plain_expanded: list[ExpandedPlan] = []
         self._allocate(max_rows)
 
     def _allocate(self, rows: int) -> None:
@@ -119,16 +126,28 @@ class HieraAttnBackend(AttentionBackend):
             )
         if not plan.begun:
             plan.begun = True
+            if self.token_to_kv_pool.plain is not None:
+                self.token_to_kv_pool.plain.apply(plan.operations)
             self.pool.apply(plan.operations, self.compressor.convert)
             if plan.prefill is not None:
                 self.compressor.begin(plan.prefill.groups)
         self.plan, self._expanded = plan, []
-        if plan.prefill is not None and self._unpacks(plan.prefill):
-            self._expanded = build_expanded_plans(
-                plan.prefill.rows, self.pool.heads, self._expanded_pages, self.pool.device
-            )
+        if plan.prefill is not None:
+            if self._unpacks(plan.prefill):
+                self._expanded = self._expand(plan.prefill.rows)
+            if self.token_to_kv_pool.plain is not None:
+                self._begin_plain(plan.prefill)
         if decoding:
             self._fill(forward_batch.batch_size, plan, forward_batch.req_pool_indices[:rows])
+
+    def _begin_plain(self, plan: ExtendTensors) -> None:
+        page = self.token_to_kv_pool.page_size
+        self._plain = build_plain_extend(plan, page, self.pool.device)
+        unpacks = self._prefill_kernel == "torch" and self._dense_attention is None
+        self._plain_expanded = self._expand(self._plain.rows) if unpacks else []
+
+    def _expand(self, rows: Sequence[ExtendRow]) -> list[ExpandedPlan]:
+        return build_expanded_plans(rows, self.pool.heads, self._expanded_pages, self.pool.device)
 
     def _unpacks(self, plan: ExtendTensors) -> bool:
         return self._prefill_kernel == "torch" or (
@@ -187,39 +206,81 @@ class HieraAttnBackend(AttentionBackend):
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         if self.permutation is not None:
             q, k = (ops.permute_channels(x, self.permutation[index]) for x in (q, k))
+        blocks = self.token_to_kv_pool.layers[index]
+        if blocks.mixed is None:
+            out = self._extend_plain(blocks, q, k, v, plan, layer.scaling)
+            return out.reshape(out.shape[0], -1)
         writes = plan.writes
-        ops.store_tokens(k, v, q, pool.arena[index], writes.refs, writes.locations, pool.format)
-        self.compressor.apply(index, k, v)
+        ops.store_tokens(k, v, q, blocks.arena, writes.refs, writes.locations, pool.format)
+        self.compressor.apply(blocks.mixed, k, v)
         if self._dense_attention is not None and not any(plan.sparse):
-            out = self._attend_dense(index, q, k, v, plan, layer.scaling)
+            out = self._attend_dense(blocks, q, k, v, plan, layer.scaling)
         elif self._expanded:
-            out = self._attend_expanded(index, q, k, v, layer.scaling)
+            out = self._attend_expanded(blocks, self._expanded, q, k, v, layer.scaling)
         else:
             out, _ = ops.prefill_attention(
                 q,
                 k,
                 v,
-                pool.arena[index],
-                pool.refs[index],
+                blocks.arena,
+                blocks.refs,
                 plan.attention,
                 layer.scaling,
                 pool.format,
                 sparse_k=plan.sparse[Side.K],
                 sparse_v=plan.sparse[Side.V],
-                means=pool.means_of(index, Side.V),
+                means=blocks.means,
             )
         return out.reshape(out.shape[0], -1)
 
-    def _attend_expanded(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _extend_plain(
+        self,
+        blocks: LayerBlocks,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: ExtendTensors,
+        scale: float,
+    ) -> Tensor:
+        """A layer that stays dense: all tokens of the chunk go to their pages, nothing is pruned,
+        and whatever a query reads is read as it was computed."""
+        plain, fmt = self._plain, self.pool.format
+        assert plain is not None
+        ops.store_tokens(k, v, q, blocks.arena, blocks.refs, plain.locations, fmt)
+        if self._dense_attention is not None:
+            return self._attend_dense(blocks, q, k, v, plan, scale)
+        if self._plain_expanded:
+            return self._attend_expanded(blocks, self._plain_expanded, q, k, v, scale)
+        out, _ = ops.prefill_attention(
+            q,
+            k,
+            v,
+            blocks.arena,
+            blocks.refs,
+            plain.attention,
+            scale,
+            fmt,
+            sparse_k=False,
+            sparse_v=False,
+        )
+        return out
+
+    def _attend_expanded(
+        self,
+        blocks: LayerBlocks,
+        plans: Sequence[ExpandedPlan],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+    ) -> Tensor:
         """Unpacks what the queries read, then attends densely: on Hopper because the dense kernel
         outruns the sparse ones (csrc/PREFILL_NOTES.md), elsewhere for want of kernels."""
-        pool, fmt = self.pool, self.pool.format
+        fmt = self.pool.format
         outs = []
-        for plan in self._expanded:
-            sources = plan.sources(pool.refs[index])
-            scratch = ops.expand_blocks(
-                pool.arena[index], sources, fmt, pool.means_of(index, Side.V)
-            )
+        for plan in plans:
+            sources = plan.sources(blocks.refs)
+            scratch = ops.expand_blocks(blocks.arena, sources, fmt, blocks.means)
             own = plan.tokens
             if self._prefill_kernel == "torch":
                 out = unpacked.attend(q[own], k[own], v[own], scratch, plan, scale, fmt)
@@ -240,12 +301,19 @@ class HieraAttnBackend(AttentionBackend):
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _attend_dense(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: ExtendTensors, scale: float
+        self,
+        blocks: LayerBlocks,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: ExtendTensors,
+        scale: float,
     ) -> Tensor:
         """All pages of all rows are dense: the device's best dense kernel, on gathered prefixes."""
         assert self._dense_attention is not None and self.plan is not None
         attention, rows = plan.attention, (k, v)
-        dense, heads = self.pool.dense_view(index), self.pool.heads
+        heads = self.pool.heads
+        dense = dense_slots(blocks.arena, self.pool.format, heads)
         head = torch.arange(heads, device=q.device)
         gathered: list[Tensor] = []
         for side in Side:
@@ -253,9 +321,9 @@ class HieraAttnBackend(AttentionBackend):
             for r, prefix in enumerate(plan.prefixes):
                 if prefix:
                     pages = attention.page_table[r, : -(-prefix // 64)].long()
-                    refs = self.pool.refs[index, side, pages].long()
-                    blocks = dense[refs, head].transpose(1, 2).reshape(-1, heads, q.shape[2])
-                    parts.append(blocks[:prefix])
+                    refs = blocks.refs[side, pages].long()
+                    stored = dense[refs, head].transpose(1, 2).reshape(-1, heads, q.shape[2])
+                    parts.append(stored[:prefix])
                 parts.append(rows[side][plan.bounds[r] : plan.bounds[r + 1]])
             gathered.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         prefix_sum = torch.nn.functional.pad(attention.prefix_lens.cumsum(0), (1, 0))
@@ -288,18 +356,19 @@ class HieraAttnBackend(AttentionBackend):
         q, k, v = self._heads(q, k, v, layer, extra)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         order = None if self.permutation is None else self.permutation[index]
-        arena, refs = pool.arena[index], pool.refs[index]
+        blocks = self.token_to_kv_pool.layers[index]
+        arena, refs = blocks.arena, blocks.refs
         q = ops.store_tokens(k, v, q, arena, refs, decode.locations, pool.format, order)
         out, _ = ops.decode_attention(
             q,
-            pool.arena[index],
-            pool.refs[index],
+            arena,
+            refs,
             decode.page_table,
             decode.seq_lens,
             layer.scaling,
             pool.format,
             workspace=decode.workspace,
-            means=pool.means_of(index, Side.V),
+            means=blocks.means,
         )
         return out.reshape(out.shape[0], -1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from hs_kernels.block_format import Side
 from hs_kernels.ops import PrefillPlan
 from hs_runtime.pool.block_pool import Operation
+from hs_runtime.pool.plain_layers import slot_of
 
 TILE = 128  # query rows that share a frontier, at absolute multiples
 
@@ -129,6 +130,13 @@ def _ints(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
 
 
+def _table(lists: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int32 [len(lists), longest], padded with 0."""
+    width = max(1, max((len(x) for x in lists), default=0))
+    flat = [v for x in lists for v in (*x, *[0] * (width - len(x)))]
+    return _ints(flat, device).view(-1, width)
+
+
 def _prefill_plan(
     rows: Sequence[ExtendRow],
     pages: Sequence[Sequence[int]],
@@ -136,21 +144,41 @@ def _prefill_plan(
     device: torch.device,
 ) -> PrefillPlan:
     """`pages` of each row; `tails`, K's slots and V's, of each row."""
-
-    def padded(lists: Sequence[Sequence[int]]) -> Tensor:
-        width = max(1, max((len(x) for x in lists), default=0))
-        flat = [v for x in lists for v in (*x, *[0] * (width - len(x)))]
-        return _ints(flat, device).view(-1, width)
-
     lengths = [row.end - row.start for row in rows]
     return PrefillPlan(
         cu_seqlens=_ints([0, *accumulate(lengths)], device),
         prefix_lens=_ints([row.start for row in rows], device),
-        page_table=padded(pages),
+        page_table=_table(pages, device),
         tail_first=_ints([row.tail_first for row in rows], device),
-        tail_slots=padded(tails).view(len(rows), 2, -1),
+        tail_slots=_table(tails, device).view(len(rows), 2, -1),
         tile_offsets=_ints([0, *accumulate(len(row.frontiers) for row in rows)], device),
         frontiers=_ints([f for row in rows for f in row.frontiers], device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExtend:
+    """An extend for the layers that stay dense (`PlainLayers`): where each of its tokens goes,
+    int64 [T], page id * 64 + offset, and rows and plan whose tails are the slots of page ids."""
+
+    rows: Sequence[ExtendRow]
+    attention: PrefillPlan
+    locations: Tensor
+
+
+def build_plain_extend(plan: ExtendTensors, page: int, device: torch.device) -> PlainExtend:
+    rows, places = [], []
+    for row in plan.rows:
+        begun = row.pages[row.tail_first : -(-row.start // page)]
+        k, v = (tuple(slot_of(each, side) for each in begun) for side in Side)
+        rows.append(replace(row, tail=(k, v)))
+        position = torch.arange(row.start, row.end)
+        places.append(torch.tensor(row.pages)[position // page] * page + position % page)
+    tails = _table([slots for row in rows for slots in row.tail], device)
+    return PlainExtend(
+        rows,
+        replace(plan.attention, tail_slots=tails.view(len(rows), 2, -1)),
+        torch.cat(places).to(device, non_blocking=True),
     )
 
 

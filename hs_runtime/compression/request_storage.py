@@ -18,7 +18,9 @@ from hs_runtime.scheduler.admission import (
     BlockSizes,
     Slots,
     decode_growth,
+    page_ids_need,
     prefill_need,
+    private_pages,
     request_need,
 )
 from hs_runtime.scheduler.lifecycle import SIDES, Lifecycle, is_fractional, sparse_count
@@ -100,10 +102,22 @@ def in_order(states: Iterable[RequestState]) -> list[RequestState]:
 
 
 class RequestStorage:
-    """Every admitted request's pages and slots, and the byte ledger over them."""
+    """Every admitted request's pages and slots, and the byte ledger over them.
 
-    def __init__(self, rules: Lifecycle, pool: BlockPool, prefix_cache: PrefixCache) -> None:
+    `page_bytes` are what a page id costs besides its slots: bytes in the layers that stay dense.
+    Where there are some, page ids are as scarce as slots and are asked for as slots are.
+    """
+
+    def __init__(
+        self,
+        rules: Lifecycle,
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        *,
+        page_bytes: int = 0,
+    ) -> None:
         self.rules, self.pool, self.prefix_cache = rules, pool, prefix_cache
+        self.page_bytes = page_bytes
         fmt = pool.format
         self.sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
         self.active: dict[str, RequestState] = {}
@@ -130,13 +144,26 @@ class RequestStorage:
 
     def never_fits(self, policy: SparsityPolicy, n: int, max_new: int) -> bool:
         need = request_need(self.rules, self.sizes, policy, n, max_new)
-        pages = self.rules.pages(n + max_new) + 1
-        return need > self.pool.ledger.superblocks or 2 * pages > self.pool.pages
+        pages = 2 * (self.rules.pages(n + max_new) + 1)
+        if self.page_bytes:
+            pages = page_ids_need(self.rules, policy, n, max_new)
+        return need > self.pool.ledger.superblocks or pages > self.pool.pages
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole KV cache."""
+        return self.pool.total_bytes + self.pool.pages * self.page_bytes
 
     def need_bytes(self, policy: SparsityPolicy, n: int, max_new: int) -> int:
-        """Bytes of all layers and heads with which the request always completes alone."""
+        """Bytes of all layers and heads with which the request always completes alone: the share of
+        `total_bytes` that it takes of what it needs most of, superblocks or page ids."""
         blocks = request_need(self.rules, self.sizes, policy, n, max_new)
-        return blocks * self.pool.superblock_bytes
+        if not self.page_bytes:
+            return blocks * self.pool.superblock_bytes
+        pages, total = page_ids_need(self.rules, policy, n, max_new), self.total_bytes
+        return max(
+            -(-blocks * total // self.pool.ledger.superblocks), -(-pages * total // self.pool.pages)
+        )
 
     def longest_prompt(self, policy: SparsityPolicy) -> int:
         """The longest prompt that fits an empty arena with one new token."""
@@ -159,14 +186,15 @@ class RequestStorage:
         self._refused_at = self.committed()  # until it is admitted
         rules = self.rules
         if self.careful and self.active:
-            needs = [
-                request_need(rules, self.sizes, p, length, max_new)
-                for p, length, max_new in [
-                    (policy, n, max_new),
-                    *((s.policy, s.n, s.max_new) for s in self.active.values()),
-                ]
+            wishes = [
+                (policy, n, max_new),
+                *((s.policy, s.n, s.max_new) for s in self.active.values()),
             ]
+            needs = [request_need(rules, self.sizes, *wish) for wish in wishes]
             if sum(needs) > self.pool.ledger.superblocks:
+                return False
+            ids = sum(page_ids_need(rules, *wish) for wish in wishes) if self.page_bytes else 0
+            if ids > self.pool.pages:
                 return False
         reserved, reserved_pages = self.reserved()
         need = self._used.plus(reserved).plus(prefill_need(rules, policy, n, hit))
@@ -182,6 +210,8 @@ class RequestStorage:
         ):
             return False
         pages = reserved_pages + rules.pages(n) - hit // rules.page
+        if self.page_bytes:
+            pages += private_pages(rules, policy, n)
         if self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() < pages:
             return False
         self._refused_at = None

@@ -3,6 +3,7 @@
 `light`                                   a preset, with the constants of the command line
 `decode=1/1`                              S_K = S_V = 1 in decode only
 `prefill=0/1+decode=1/1+pruner=random`    numbers of both phases, another pruner
+`max+dense_layers=3/7`                    layers 3 and 7 stay dense
 `paper`                                   all sparse by magnitude, under the paper's chunk rule
 `fp8`                                     stock SGLang with an FP8 KV cache (CUDA devices)
 """
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hs_runtime.config import ConfigError
@@ -21,6 +22,7 @@ from hs_runtime.policies.policy import (
     ServerConstants,
     SparsityPolicy,
     Wish,
+    parse_layers,
     parse_thousandths,
     resolve,
 )
@@ -32,6 +34,7 @@ ALIASES: Final = {
 FP8: Final = "fp8"
 _NUMBERS: Final = ("segment", "window", "sink", "chunk")
 _WORDS: Final = ("pruner", "anchor")
+_LAYERS: Final = "dense_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Arm:
         """Canonical: what the arm computes, without its name."""
         if self.stock:
             return json.dumps({"stock": FP8})
-        values = {"policy": self.policy.to_json(), "constants": asdict(self.constants)}
+        values = {"policy": self.policy.to_json(), "constants": self.constants.as_dict()}
         return json.dumps(values, sort_keys=True)
 
 
@@ -69,6 +72,8 @@ def parse_arm(text: str, constants: ServerConstants, calibration: str = "") -> A
             changes[name] = value
         elif name in _NUMBERS and value.isdecimal():
             changes[name] = int(value)
+        elif name == _LAYERS and value:
+            changes[name] = _layers(text, value)
         else:
             raise ConfigError(f"arms: {word!r} of {text!r} (choose {_grammar()})")
     try:
@@ -95,6 +100,13 @@ def _changed(
     return replace(changed, calibration=calibration if needed else "")
 
 
+def _layers(text: str, value: str) -> tuple[int, ...]:
+    try:
+        return parse_layers(value, "/")
+    except ValueError as error:
+        raise ConfigError(f"arms: {text!r}: {error}") from error
+
+
 def _shares(text: str, value: str) -> tuple[int, int]:
     try:
         key, other = (parse_thousandths(each) for each in value.split("/"))
@@ -106,7 +118,7 @@ def _shares(text: str, value: str) -> tuple[int, int]:
 def _grammar() -> str:
     names = ", ".join((*PRESETS, *ALIASES, FP8))
     return f"{names}, or parts joined by '+': prefill=K/V, decode=K/V, " + ", ".join(
-        f"{name}=..." for name in (*_WORDS, *_NUMBERS)
+        f"{name}=..." for name in (*_WORDS, *_NUMBERS, _LAYERS)
     )
 
 

@@ -36,7 +36,7 @@ def preset_numbers(
         arm = _arm_of(row, constants, calibration)
         if kind != "kl" or arm is None or arm.stock or row.decode is None:
             continue
-        if arm.policy.preset == "custom":
+        if arm.policy.preset == "custom" or arm.constants.dense_layers:
             continue
         shaping = {name: getattr(arm.constants, name) for name in _SHAPING}
         found = sets.setdefault(json.dumps(shaping), {**about, "constants": shaping, "presets": {}})
@@ -85,6 +85,8 @@ def shipped_presets() -> list[dict[str, Any]]:
 
 def measured_presets(constants: ServerConstants) -> dict[str, Any] | None:
     """The shipped set of a server with these constants; None if none was measured with them."""
+    if constants.dense_layers:
+        return None
     shaping = {name: getattr(constants, name) for name in _SHAPING}
     return next((found for found in shipped_presets() if found["constants"] == shaping), None)
 

@@ -266,7 +266,8 @@ class ServerConstants:
     `anchor="segment"`: a prefill query reads its own segment dense. `anchor="chunk"`: the paper's
     rule, everything before the last `window` tokens of a chunk is compressed for all its queries,
     and `chunk` is the reuse granularity. `calibration` identifies the calibration file by its
-    content, "" without one.
+    content, "" without one. `dense_layers` are the layers, counted from 0, whose KV stays dense
+    whatever a request's policy says.
     """
 
     page: int = 64
@@ -277,8 +278,10 @@ class ServerConstants:
     chunk: int = 32768
     pruner: str = "magnitude"
     calibration: str = ""
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", _layer_numbers(self.dense_layers))
         for name in ("page", "sink", "window", "segment", "chunk"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose a whole number of tokens")
@@ -311,20 +314,68 @@ class ServerConstants:
         """Tokens compressed, matched, inserted and evicted together under sparse prefill."""
         return self.segment if self.anchor == "segment" else self.chunk
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and digests. Without dense layers the name is left out, so that
+        both are what they were before it existed."""
+        values = asdict(self)
+        if not self.dense_layers:
+            del values["dense_layers"]
+        return values
+
     def to_json(self) -> str:
-        return _canonical(asdict(self))
+        return _canonical(self.as_dict())
+
+    def mixed_layers(self, layers: int) -> tuple[int, ...]:
+        """Of a model with so many layers those whose blocks a policy may make sparse. Raises
+        `ValueError` when a dense layer is not one of them, or none is left."""
+        if unknown := [layer for layer in self.dense_layers if layer >= layers]:
+            raise ValueError(
+                f"dense_layers={_listed(unknown)}: the model has layers 0 to {layers - 1}"
+            )
+        mixed = tuple(layer for layer in range(layers) if layer not in self.dense_layers)
+        if not mixed:
+            raise ValueError(
+                f"dense_layers={_listed(self.dense_layers)}: these are all layers of the model, "
+                "choose fewer (policy dense keeps all of them dense)"
+            )
+        return mixed
+
+
+def parse_layers(text: str, separator: str = ",") -> tuple[int, ...]:
+    """`"3,7,12"` -> (3, 7, 12), in any order; `ValueError` on anything but layer numbers."""
+    words = [word.strip() for word in text.split(separator)] if text else []
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ValueError(
+            f"dense_layers={text!r}: choose layer numbers from 0 on, such as "
+            f"{separator.join(('3', '7', '12'))}"
+        )
+    return _layer_numbers(sorted(map(int, words)))
+
+
+def _layer_numbers(layers: Any) -> tuple[int, ...]:
+    wish = f"dense_layers={layers!r}: "
+    if not isinstance(layers, list | tuple):
+        raise ValueError(f"{wish}choose a list of layer numbers, such as [3, 7, 12]")
+    if not all(type(layer) is int and layer >= 0 for layer in layers):
+        raise ValueError(f"{wish}choose whole numbers from 0 on")
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"{wish}name every layer once, in ascending order")
+    return tuple(layers)
 
 
 def namespace(policy: SparsityPolicy, constants: ServerConstants) -> str:
     """SHA-256 (hex) of all that shapes a prefix's stored pages: the prefill part and the constants.
 
     Decode settings are absent, so policies that differ only there share prefixes (`light` reads
-    those of `dense`).
+    those of `dense`), and so are dense layers where prefill is dense in all.
     """
+    shaping = constants.as_dict()
+    if policy.prefill.is_dense:
+        shaping.pop("dense_layers", None)
     part = {
         "bits": policy.bits,
         "prefill": [policy.prefill.key, policy.prefill.value],
-        "constants": asdict(constants),
+        "constants": shaping,
     }
     return hashlib.sha256(_canonical(part).encode("utf-8")).hexdigest()
 

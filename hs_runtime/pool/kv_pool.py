@@ -1,16 +1,18 @@
-"""`HieraKVPool`: SGLang's view of the `BlockPool`, and the hand-over of plans to the backend."""
+"""`HieraKVPool`: SGLang's view of all KV storage, and the hand-over of plans to the backend."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from hs_kernels.block_format import HEAD_DIMS, BlockFormat
+from hs_kernels.block_format import HEAD_DIMS, BlockFormat, Side
 from hs_runtime.pool.block_pool import BlockPool
+from hs_runtime.pool.plain_layers import PlainLayers
 from hs_runtime.pool.sizing import PoolSize
 
 logger = logging.getLogger(__name__)
@@ -29,11 +31,24 @@ def block_format(head_dim: int, dtype: torch.dtype, *, packed: bool = True) -> B
     return BlockFormat(head_dim, _DTYPES[dtype], packed=packed)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """Where one layer's blocks lie, at addresses that never move. `mixed` is the layer's number in
+    the `BlockPool`, None for one that stays dense (`PlainLayers`)."""
+
+    arena: torch.Tensor  # uint8 [bytes]
+    refs: torch.Tensor  # int32 [2, P, Hkv]
+    means: torch.Tensor | None  # of V, [sparse slots, Hkv, D]
+    mixed: int | None
+
+
 class HieraKVPool(KVCache):
     """KV storage by blocks. Token slots are virtual, so nothing may index buffers by them.
 
     `size` is the number of virtual tokens (page ids x 64); the arena comes from `next_size`, which
-    the memory configuration sets just before.
+    the memory configuration sets just before. The `block_pool` has the layers `mixed_layers`; the
+    others stay dense and are `plain` (None if there are none). `layers` says of each layer of the
+    model where its blocks are.
     """
 
     next_size: ClassVar[PoolSize | None] = None
@@ -69,20 +84,37 @@ class HieraKVPool(KVCache):
                 f"pool of {size} tokens was not sized by this plugin: {self.next_size}"
             )
         self.head_num, self.head_dim = head_num, head_dim
+        fmt = block_format(head_dim, dtype, packed=self.next_size.packed)
+        dense = self.next_size.dense_layers
+        self.mixed_layers = [layer for layer in range(layer_num) if layer not in dense]
         self.block_pool = BlockPool(
-            block_format(head_dim, dtype, packed=self.next_size.packed),
-            layers=layer_num,
+            fmt,
+            layers=len(self.mixed_layers),
             heads=head_num,
             superblocks=self.next_size.superblocks,
             pages=self.next_size.pages,
             device=device,
             centered=self.next_size.centered,
         )
+        self.plain: PlainLayers | None = None
+        if dense:
+            self.plain = PlainLayers(
+                fmt, layers=len(dense), heads=head_num, pages=self.next_size.pages, device=device
+            )
+        self.layers = [self._blocks_of(layer, dense) for layer in range(layer_num)]
         self._next_plan: Any = None
         # Plans are made on the scheduler's stream and read on the forward's: their memory must
         # outlive the forward, which may run one batch behind.
         self._recent_plans: deque[Any] = deque(maxlen=4)
         self._finalize_allocation_log(size)
+
+    def _blocks_of(self, layer: int, dense: tuple[int, ...]) -> LayerBlocks:
+        pool, plain = self.block_pool, self.plain
+        if plain is not None and layer in dense:
+            return LayerBlocks(plain.arena[dense.index(layer)], plain.refs, None, None)
+        mixed = self.mixed_layers.index(layer)
+        means = pool.means_of(mixed, Side.V)
+        return LayerBlocks(pool.arena[mixed], pool.refs[mixed], means, mixed)
 
     # plans: made by the scheduler, taken by the backend of the same process, one for each forward
 
@@ -103,9 +135,9 @@ class HieraKVPool(KVCache):
         return self._next_plan
 
     def get_kv_size_bytes(self) -> int:
-        pool = self.block_pool
+        pool, plain = self.block_pool, self.plain.arena if self.plain else []
         means = sum(mean.numel() * mean.itemsize for mean in pool.means or ())
-        return sum(arena.numel() for arena in pool.arena) + means
+        return sum(arena.numel() for arena in (*pool.arena, *plain)) + means
 
     def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
         shape = torch.Size((self.size, self.head_num, self.head_dim))

@@ -56,12 +56,18 @@ class HieraRadixCache(RadixCache):
                 f"HieraRadixCache needs a HieraAllocator, got {type(allocator).__name__}"
             )
         self.allocator, self.block_pool = allocator, allocator.block_pool
+        self.plain = allocator.get_kvcache().plain
         self.ranks = ranks
         self.rules = Lifecycle.of(constants)
         self.dense_namespace = namespace(DENSE, constants)
         self.storage: RequestStorage | None = None
         super().__init__(params)
-        self.storage = RequestStorage(self.rules, self.block_pool, self)
+        self.storage = RequestStorage(
+            self.rules,
+            self.block_pool,
+            self,
+            page_bytes=self.plain.page_bytes if self.plain else 0,
+        )
         self.planner = BatchPlanner(
             self.storage,
             lambda state, limit: self.insert_pages(
@@ -71,7 +77,7 @@ class HieraRadixCache(RadixCache):
         self.retracted_replays: list[Any] = []
         self._fresh: list[TreeNode] = []  # made when the last batch was planned
         self._check, self._check_always, self._checked = check, check_always, False
-        self._metrics = PoolMetrics(self.block_pool) if params.enable_metrics else None
+        self._metrics = PoolMetrics(self.block_pool, self) if params.enable_metrics else None
         self._rank_check = None
         if check_ranks and ranks > 1:
             if params.tp_cache_group is None:
@@ -261,10 +267,11 @@ class HieraRadixCache(RadixCache):
             return False
         ranked = sorted(self.evictable_leaves, key=self.eviction_strategy.get_priority)
         leaf = next((node for node in ranked if self._returns_bytes(node)), ranked[0])
-        before = self.block_pool.used_bytes
+        before = self.block_pool.used_bytes + self.plain_bytes()[0]
         self._remove_leaf(leaf)
         if self._metrics is not None:
-            self._metrics.evicted(before - self.block_pool.used_bytes)
+            after = self.block_pool.used_bytes + self.plain_bytes()[0]
+            self._metrics.evicted(before - after)
         return True
 
     def _remove_leaf(self, leaf: TreeNode) -> None:
@@ -304,6 +311,17 @@ class HieraRadixCache(RadixCache):
         self.evictable_size_ -= len(node.key)
         self.evictable_leaves.discard(node)
         self._update_leaf_status(node.parent)
+
+    # bytes of the layers that stay dense: a page id holds them from when it is taken
+
+    def plain_bytes(self) -> tuple[int, int, int]:
+        """In use, of these in unlocked nodes, and of all page ids; zeros without such layers."""
+        if self.plain is None:
+            return 0, 0, 0
+        pages = self.plain.pages
+        counts = (pages - self.free_page_count(), self.evictable_pages(), pages)
+        used, evictable, total = (count * self.plain.page_bytes for count in counts)
+        return used, evictable, total
 
     # what storage needs (`PrefixCache`)
 
@@ -423,7 +441,7 @@ class HieraRadixCache(RadixCache):
         if not self.storage.never_fits(policy, n, params.max_new_tokens):
             return
         if self.storage.never_fits(policy, n, 1):
-            need, capacity = self.storage.need_bytes(policy, n, 1), self.block_pool.total_bytes
+            need, capacity = self.storage.need_bytes(policy, n, 1), self.storage.total_bytes
             req.hs_error = (
                 f"a prompt of {n} tokens under this policy needs {need} bytes of KV cache and "
                 f"{capacity} bytes exist, which hold {self.storage.longest_prompt(policy)} tokens"
@@ -478,22 +496,25 @@ class HieraRadixCache(RadixCache):
 
     def describe(self, state: RequestState, tokens: int) -> dict[str, Any]:
         """Blocks and bytes, of all ranks, that hold the first `tokens` tokens of the request."""
-        pool = self.block_pool
+        pool, plain = self.block_pool, self.plain
         blocks = pool.layers * pool.heads * self.ranks
 
-        def bytes_of(dense: int, sparse: int) -> int:
-            return pool.bytes_of(dense, sparse) * self.ranks
+        def bytes_of(dense: int, sparse: int, pages: int) -> int:
+            of_plain = pages * plain.page_bytes if plain else 0
+            return (pool.bytes_of(dense, sparse) + of_plain) * self.ranks
 
         form = self.storage.form(state, tokens) if self.storage else (0, 0)
         prompt = state.prompt_form or form
+        pages, of_prompt = (len(state.pages[: self.rules.pages(n)]) for n in (tokens, state.n))
+        plain_blocks = 2 * pages * plain.layers * plain.heads * self.ranks if plain else 0
         return {
             "policy": state.policy.to_json(),
-            "dense_blocks": form[0] * blocks,
+            "dense_blocks": form[0] * blocks + plain_blocks,
             "sparse_blocks": form[1] * blocks,
-            "kv_bytes": bytes_of(*form),
-            "dense_equivalent_bytes": bytes_of(sum(form), 0),
+            "kv_bytes": bytes_of(*form, pages),
+            "dense_equivalent_bytes": bytes_of(sum(form), 0, pages),
             "prompt_sparse_blocks": prompt[1] * blocks,
-            "prompt_kv_bytes": bytes_of(*prompt),
+            "prompt_kv_bytes": bytes_of(*prompt, of_prompt),
         }
 
     def check_integrity(self) -> None:

@@ -114,6 +114,18 @@ def decode_form(rules: Lifecycle, policy: SparsityPolicy, t: int) -> Slots:
     return Slots(dense, sparse)
 
 
+def private_pages(rules: Lifecycle, policy: SparsityPolicy, n: int) -> int:
+    """Page ids that a prompt of n tokens takes once more at its first decode step, while it still
+    holds those that it shares with the prefix cache."""
+    shared = rules.reuse_limit(policy, n) // rules.page
+    return shared if rules.changes_at_decode(policy, shared) else 0
+
+
+def page_ids_need(rules: Lifecycle, policy: SparsityPolicy, n: int, max_new: int) -> int:
+    """Page ids with which a request always completes alone, one for a step that runs ahead."""
+    return rules.pages(n + max_new) + 1 + private_pages(rules, policy, n)
+
+
 def decode_growth(
     rules: Lifecycle, policy: SparsityPolicy, position: int, new_tokens: int
 ) -> Slots:
@@ -146,6 +158,16 @@ def requests_at_once(
         fits = sizes.superblocks(others.plus(last)) <= superblocks
         low, high = (count, high) if fits else (low, count)
     return low
+
+
+def requests_by_page_ids(
+    rules: Lifecycle, page_ids: int, policy: SparsityPolicy, n: int, max_new: int
+) -> int:
+    """The same, by page ids alone: what bounds it where these are as scarce as bytes."""
+    last = page_ids_need(rules, policy, n, max_new)
+    if last > page_ids:
+        return 0
+    return 1 + (page_ids - last) // rules.pages(n + max_new)
 
 
 def request_need(

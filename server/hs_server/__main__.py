@@ -84,11 +84,13 @@ def banner(config: RuntimeConfig, url: str) -> str:
     """What a person wants to know once: where, what, and how KV blocks are stored."""
     constants = config.constants
     without = "" if constants.calibration else " (no calibration file)"
+    layers = ", ".join(map(str, constants.dense_layers))
+    always = f"; always dense: layers {layers}" if layers else ""
     return (
         f"serving {config.model_name} on {url}\n"
         f"policy {config.default_policy.preset} by default; segment {constants.segment}, "
         f"window {constants.window}, sink {constants.sink}, anchor {constants.anchor}, "
-        f"pruner {constants.pruner}{without}"
+        f"pruner {constants.pruner}{without}{always}"
     )
 
 

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -236,7 +235,7 @@ def build_router(engine: Engine, config: RuntimeConfig, gate: Gate) -> APIRouter
                 "default": _described(config.default_policy.preset, config.default_policy),
                 "phases": list(PHASES),
                 "headers": list(REQUEST_HEADERS),
-                "constants": asdict(config.constants),
+                "constants": config.constants.as_dict(),
             }
         )
 

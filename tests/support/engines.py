@@ -65,6 +65,7 @@ class EngineOptions:
     chunk: int = 1024
     tokens: int = 16384
     stock: bool = False
+    dense_layers: tuple[int, ...] = ()
     pruner: str = "magnitude"
     calibration: Path | None = None
     calibration_digest: str = ""
@@ -101,7 +102,11 @@ class EngineOptions:
             if self.calibration is not None and not known:
                 known = hashlib.sha256(self.calibration.read_bytes()).hexdigest()
             constants = ServerConstants(
-                segment=self.segment, window=self.window, pruner=self.pruner, calibration=known
+                segment=self.segment,
+                window=self.window,
+                pruner=self.pruner,
+                calibration=known,
+                dense_layers=self.dense_layers,
             )
             path = str(self.calibration or "")
             config = RuntimeConfig(constants=constants, calibration_path=path, **dict(self.runtime))

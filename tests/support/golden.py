@@ -33,7 +33,7 @@ class Golden:
         prompt: Sequence[int],
         max_new: int = 40,
     ) -> Greedy:
-        rules = Rules(options.segment, options.window)
+        rules = Rules(options.segment, options.window, dense_layers=options.dense_layers)
         shares = Shares(*((each.key, each.value) for each in (policy.prefill, policy.decode)))
         key = (rules, shares, tuple(prompt), max_new)
         if key not in self._answers:

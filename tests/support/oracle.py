@@ -27,6 +27,7 @@ class Rules:
     segment: int = 1024
     window: int = 256
     sink: int = 64
+    dense_layers: tuple[int, ...] = ()  # never pruned, whatever a request chooses
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ class Request:
     def sparse_pages(self, layer: int, side: int, head: int, t: int) -> set[int]:
         """Pages that a query at position t reads sparse."""
         rules, decoding = self.rules, t >= self.n
+        if layer in rules.dense_layers:
+            return set()
         share = (self.shares.decode if decoding else self.shares.prefill)[side]
         if decoding:
             first_dense = t // PAGE - rules.window // PAGE

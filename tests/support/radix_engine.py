@@ -97,17 +97,19 @@ def build_tree(
     layers: int = 1,
     heads: int = 1,
     rules: Lifecycle | None = None,
+    dense_layers: tuple[int, ...] = (),
     **options: Any,
 ) -> HieraRadixCache:
-    """An empty tree over an empty pool on the CPU. `rules` replace those of CONSTANTS."""
-    HieraKVPool.next_size = PoolSize(superblocks, pages)
+    """An empty tree over an empty pool on the CPU. `rules` replace those of CONSTANTS; `layers` are
+    those besides `dense_layers`."""
+    HieraKVPool.next_size = PoolSize(superblocks, pages, dense_layers=dense_layers)
     pool = HieraKVPool(
         pages * page,
         page_size=page,
         dtype=fmt.torch_dtype,
         head_num=heads,
         head_dim=fmt.head_dim,
-        layer_num=layers,
+        layer_num=layers + len(dense_layers),
         device="cpu",
         enable_memory_saver=False,
     )
