@@ -27,6 +27,7 @@ from hs_runtime.attention.plan import (
     PlainExtend,
     build_expanded_plans,
     build_plain_extend,
+    is_crowded,
 )
 from hs_runtime.pool.kv_pool import HieraKVPool, LayerBlocks
 
@@ -88,6 +89,7 @@ class HieraAttnBackend(AttentionBackend):
         self._on_cuda = self.pool.device.type == "cuda"
         self._dense_attention = _hopper_dense_attention() if self._on_cuda else None
         self._prefill_kernel, self._expanded_pages = prefill_kernel, expanded_pages
+        self._crowded = False  # this extend's prefixes are too long to be gathered at once
         self._expanded: list[ExpandedPlan] = []
         self._plain: PlainExtend | None = None  # of the layers that stay dense
         self._plain_expanded: list[ExpandedPlan] = []
@@ -133,6 +135,8 @@ class HieraAttnBackend(AttentionBackend):
                 self.compressor.begin(plan.prefill.groups)
         self.plan, self._expanded = plan, []
         if plan.prefill is not None:
+            page, prefixes = self.token_to_kv_pool.page_size, plan.prefill.prefixes
+            self._crowded = is_crowded(prefixes, page, self._expanded_pages)
             if self._unpacks(plan.prefill):
                 self._expanded = self._expand(plan.prefill.rows)
             if self.token_to_kv_pool.plain is not None:
@@ -143,7 +147,8 @@ class HieraAttnBackend(AttentionBackend):
     def _begin_plain(self, plan: ExtendTensors) -> None:
         page = self.token_to_kv_pool.page_size
         self._plain = build_plain_extend(plan, page, self.pool.device)
-        unpacks = self._prefill_kernel == "torch" and self._dense_attention is None
+        unpacks = self._prefill_kernel != "sparse" and self._crowded
+        unpacks |= self._prefill_kernel == "torch" and self._dense_attention is None
         self._plain_expanded = self._expand(self._plain.rows) if unpacks else []
 
     def _expand(self, rows: Sequence[ExtendRow]) -> list[ExpandedPlan]:
@@ -151,8 +156,13 @@ class HieraAttnBackend(AttentionBackend):
 
     def _unpacks(self, plan: ExtendTensors) -> bool:
         return self._prefill_kernel == "torch" or (
-            self._prefill_kernel == "expanded" and any(plan.sparse)
+            self._prefill_kernel == "expanded" and (any(plan.sparse) or self._crowded)
         )
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether what is all dense goes through the device's best dense kernel."""
+        return self._dense_attention is not None and not self._crowded
 
     def _fill(self, rows: int, plan: AttnPlan | None, slots: Tensor | None) -> None:
         """Static inputs of this decode step: a snapshot, since SGLang goes on writing its rows."""
@@ -213,7 +223,7 @@ class HieraAttnBackend(AttentionBackend):
         writes = plan.writes
         ops.store_tokens(k, v, q, blocks.arena, writes.refs, writes.locations, pool.format)
         self.compressor.apply(blocks.mixed, k, v)
-        if self._dense_attention is not None and not any(plan.sparse):
+        if self._gathers and not any(plan.sparse):
             out = self._attend_dense(blocks, q, k, v, plan, layer.scaling)
         elif self._expanded:
             out = self._attend_expanded(blocks, self._expanded, q, k, v, layer.scaling)
@@ -247,7 +257,7 @@ class HieraAttnBackend(AttentionBackend):
         plain, fmt = self._plain, self.pool.format
         assert plain is not None
         ops.store_tokens(k, v, q, blocks.arena, blocks.refs, plain.locations, fmt)
-        if self._dense_attention is not None:
+        if self._gathers:
             return self._attend_dense(blocks, q, k, v, plan, scale)
         if self._plain_expanded:
             return self._attend_expanded(blocks, self._plain_expanded, q, k, v, scale)

@@ -227,6 +227,12 @@ class ExpandedPlan:
         return torch.cat([refs[:, self.pages], tails], dim=1)
 
 
+def is_crowded(prefixes: Sequence[int], page: int, pages_at_once: int) -> bool:
+    """Whether the pages of several prefixes, of so many tokens, exceed what is copied at once. One
+    request always fits: memory is kept free for the longest."""
+    return len(prefixes) > 1 and sum(-(-n // page) for n in prefixes) > pages_at_once
+
+
 def build_expanded_plans(
     rows: Sequence[ExtendRow], heads: int, at_once: int, device: torch.device
 ) -> list[ExpandedPlan]:

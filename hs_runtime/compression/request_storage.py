@@ -212,6 +212,8 @@ class RequestStorage:
         pages = reserved_pages + rules.pages(n) - hit // rules.page
         if self.page_bytes:
             pages += private_pages(rules, policy, n)
+            waiting = (state for state in self.active.values() if not state.private)
+            pages += sum(private_pages(rules, state.policy, state.n) for state in waiting)
         if self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() < pages:
             return False
         self._refused_at = None

@@ -67,7 +67,7 @@ def create_app(engine: Engine, config: RuntimeConfig) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["Authorization", "Content-Type", *REQUEST_HEADERS],
             expose_headers=[*RESPONSE_HEADERS, "Retry-After"],
         )

@@ -243,7 +243,7 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
 
     if args.profile:
-        profile(engine, lengths[0], policies[-1], args.profile / args.arm)
+        profile(engine, (lengths or [full[0][0]])[0], policies[-1], args.profile / args.arm)
     for length in lengths:
         for policy in policies:
             found = measure(engine, length, policy, args.tokens, args.repeat)

@@ -9,7 +9,7 @@ from hs_kernels import ops
 from hs_kernels.block_format import BlockFormat, Side
 from hs_kernels.reference import dense_slots, load_pages
 from hs_runtime.attention import unpacked
-from hs_runtime.attention.plan import ExtendRow, build_expanded_plans
+from hs_runtime.attention.plan import ExtendRow, build_expanded_plans, is_crowded
 from tests.support.cases import (
     PAGE,
     PrefillCase,
@@ -127,3 +127,11 @@ def test_blocks_land_side_by_side(fmt: BlockFormat) -> None:
     for side in Side:
         pages = load_pages(cache.arena, refs[side], side, fmt).view(2, 5, PAGE, fmt.head_dim)
         assert torch.equal(slots[1 + 5 * side : 6 + 5 * side], pages.transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "crowded"),
+    [([], False), ([100_000], False), ([512, 512], False), ([512, 513], True), ([0, 1025], True)],
+)
+def test_several_long_prefixes_are_not_copied_at_once(prefixes: list[int], crowded: bool) -> None:
+    assert is_crowded(prefixes, 64, 16) == crowded
