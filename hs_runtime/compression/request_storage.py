@@ -125,7 +125,7 @@ class RequestStorage:
         self.formed: Counter[tuple[str, str]] = Counter()  # (phase, kind) -> blocks
         self.retractions = 0
         self._serial = 0
-        self._refused_at: int | None = None
+        self._refused_at: tuple[int, int] | None = None  # bytes and page ids committed then
 
     # ledger
 
@@ -183,7 +183,7 @@ class RequestStorage:
         which the remaining tokens of running requests are counted. Growth counts only beside
         running requests: alone, whatever `never_fits` passed completes.
         """
-        self._refused_at = self.committed()  # until it is admitted
+        self._refused_at = self.committed(), self._awaited_page_ids()  # until it is admitted
         rules = self.rules
         if self.careful and self.active:
             wishes = [
@@ -211,9 +211,7 @@ class RequestStorage:
             return False
         pages = reserved_pages + rules.pages(n) - hit // rules.page
         if self.page_bytes:
-            pages += private_pages(rules, policy, n)
-            waiting = (state for state in self.active.values() if not state.private)
-            pages += sum(private_pages(rules, state.policy, state.n) for state in waiting)
+            pages += private_pages(rules, policy, n) + self._awaited_page_ids()
         if self.prefix_cache.free_page_count() + self.prefix_cache.evictable_pages() < pages:
             return False
         self._refused_at = None
@@ -226,10 +224,21 @@ class RequestStorage:
         evictable = self.pool.evictable
         return self.sizes.bytes_of((dense - evictable[DENSE], sparse - evictable[SPARSE]))
 
+    def _awaited_page_ids(self) -> int:
+        """Page ids that admitted requests take at their first decode step, where they are scarce."""
+        if not self.page_bytes:
+            return 0
+        waiting = (state for state in self.active.values() if not state.private)
+        return sum(private_pages(self.rules, state.policy, state.n) for state in waiting)
+
     def has_more_room(self) -> bool:
         """Whether bytes came back since a request was refused: a prefill gave up its tail, or a
-        prompt took its decode form. Requests that end are SGLang's to notice."""
-        return self._refused_at is not None and self.committed() < self._refused_at
+        prompt took its decode form; or page ids: its row has its own now. Requests that end are
+        SGLang's to notice."""
+        if self._refused_at is None:
+            return False
+        held, awaited = self._refused_at
+        return self.committed() < held or self._awaited_page_ids() < awaited
 
     def _take(self, state: RequestState, kind: BlockKind) -> Slot:
         """One slot for a prefill: promised at admission, so eviction always makes room."""
