@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from hs_kernels.block_format import BlockFormat
 from hs_runtime.policies import PRESETS
 from hs_runtime.policies.policy import Sparsity
+from hs_runtime.scheduler.admission import BlockSizes, requests_at_once
+from hs_runtime.scheduler.lifecycle import Lifecycle
 from tests.support.calibrations import write_calibration
 from tests.support.checkpoints import tiny_llama
 from tests.support.engines import (
@@ -205,6 +208,27 @@ def test_few_page_ids_are_enough(engines: Engines, golden: Golden, served: Engin
     all_sparse = books["superblocks"] * 32 // 2
     assert all_sparse <= books["pages"] <= all_sparse * 17 // 16
     engine.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_as_many_requests_decode_at_once_as_the_formula_says(
+    engines: Engines, served: EngineOptions, name: str
+) -> None:
+    """Of the bytes of 5,120 tokens in three layers; no page opens after the prompt."""
+    fmt, n, new = BlockFormat(DIM, "float32"), 9 * 64 + 1, 60
+    kv_bytes = 5120 // 64 * 2 * LAYERS * HEADS * fmt.dense_bytes
+    pages = 16 * 17 / 16  # of one superblock, a sixteenth of them spare
+    one = HEADS * (2 * fmt.superblock_bytes + pages * 2 * fmt.dense_bytes)
+    sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
+    rules, chosen = Lifecycle(segment=served.segment, window=served.window), PRESETS[name]
+    count = requests_at_once(rules, sizes, int(kv_bytes // one), chosen, n, new)
+    engine = engines.get(replace(served, tokens=5120))
+    engine.flush()
+    rids = [f"{name}-{seed}" for seed in range(count + 3)]
+    asks = [Ask(token_ids(n, seed), chosen, new, rid=rid) for seed, rid in enumerate(rids)]
+    assert sum(answer.retractions for answer in engine.run(*asks)) == 0
+    steps = [event["rows"] for event in engine.events("decode")]
+    assert max(len(rows) for rows in steps if rows[0][0] in rids) == count
 
 
 @pytest.mark.parametrize(("layers", "said"), [((1, 7), "0 to 2"), ((0, 1, 2), "all layers")])
