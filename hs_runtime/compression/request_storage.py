@@ -225,7 +225,7 @@ class RequestStorage:
         return self.sizes.bytes_of((dense - evictable[DENSE], sparse - evictable[SPARSE]))
 
     def _awaited_page_ids(self) -> int:
-        """Page ids that admitted requests take at their first decode step, where they are scarce."""
+        """Page ids that admitted requests take at their first decode step, where ids are scarce."""
         if not self.page_bytes:
             return 0
         waiting = (state for state in self.active.values() if not state.private)
