@@ -102,10 +102,16 @@ def test_where_not_all_fit_requests_are_retracted_and_lose_nothing(
         name = chosen[i % len(chosen)]
         prompt = golden.prompt(options, [POLICIES[name]], 110 + 9 * i, max_new=new)
         asks.append(Ask(prompt, POLICIES[name], new))
-    answers = engine.run(*asks)
-    for ask, got in zip(asks, answers, strict=True):
-        assert ask.policy is not None
-        want = golden.answer(options, ask.policy, ask.prompt, new)
-        assert_answer(f"{ask.policy.preset} at {len(ask.prompt)}", got, want)
-    assert sum(got.retractions for got in answers) >= 1
+    retractions = 0
+    for _ in range(3):  # requests that arrive too slowly, on a machine with much else to do, all fit
+        answers = engine.run(*asks)
+        for ask, got in zip(asks, answers, strict=True):
+            assert ask.policy is not None
+            want = golden.answer(options, ask.policy, ask.prompt, new)
+            assert_answer(f"{ask.policy.preset} at {len(ask.prompt)}", got, want)
+        retractions += sum(got.retractions for got in answers)
+        if retractions:
+            break
+        engine.flush()
+    assert retractions >= 1
     engine.assert_nothing_leaked()
