@@ -217,16 +217,22 @@ class HieraAttnBackend(AttentionBackend):
         if self.permutation is not None:
             q, k = (ops.permute_channels(x, self.permutation[index]) for x in (q, k))
         blocks = self.token_to_kv_pool.layers[index]
-        if blocks.mixed is None:
-            out = self._extend_plain(blocks, q, k, v, plan, layer.scaling)
-            return out.reshape(out.shape[0], -1)
-        writes = plan.writes
-        ops.store_tokens(k, v, q, blocks.arena, writes.refs, writes.locations, pool.format)
-        self.compressor.apply(blocks.mixed, k, v)
-        if self._gathers and not any(plan.sparse):
+        if blocks.mixed is None:  # all tokens go to their pages, and are read as they were computed
+            assert self._plain is not None
+            targets, locations = blocks.refs, self._plain.locations
+            attention, expanded = self._plain.attention, self._plain_expanded
+            sparse_k = sparse_v = False
+        else:
+            targets, locations = plan.writes.refs, plan.writes.locations
+            attention, expanded = plan.attention, self._expanded
+            sparse_k, sparse_v = plan.sparse
+        ops.store_tokens(k, v, q, blocks.arena, targets, locations, pool.format)
+        if blocks.mixed is not None:
+            self.compressor.apply(blocks.mixed, k, v)
+        if self._gathers and not (sparse_k or sparse_v):
             out = self._attend_dense(blocks, q, k, v, plan, layer.scaling)
-        elif self._expanded:
-            out = self._attend_expanded(blocks, self._expanded, q, k, v, layer.scaling)
+        elif expanded:
+            out = self._attend_expanded(blocks, expanded, q, k, v, layer.scaling)
         else:
             out, _ = ops.prefill_attention(
                 q,
@@ -234,46 +240,14 @@ class HieraAttnBackend(AttentionBackend):
                 v,
                 blocks.arena,
                 blocks.refs,
-                plan.attention,
+                attention,
                 layer.scaling,
                 pool.format,
-                sparse_k=plan.sparse[Side.K],
-                sparse_v=plan.sparse[Side.V],
+                sparse_k=sparse_k,
+                sparse_v=sparse_v,
                 means=blocks.means,
             )
         return out.reshape(out.shape[0], -1)
-
-    def _extend_plain(
-        self,
-        blocks: LayerBlocks,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: ExtendTensors,
-        scale: float,
-    ) -> Tensor:
-        """A layer that stays dense: all tokens of the chunk go to their pages, nothing is pruned,
-        and whatever a query reads is read as it was computed."""
-        plain, fmt = self._plain, self.pool.format
-        assert plain is not None
-        ops.store_tokens(k, v, q, blocks.arena, blocks.refs, plain.locations, fmt)
-        if self._gathers:
-            return self._attend_dense(blocks, q, k, v, plan, scale)
-        if self._plain_expanded:
-            return self._attend_expanded(blocks, self._plain_expanded, q, k, v, scale)
-        out, _ = ops.prefill_attention(
-            q,
-            k,
-            v,
-            blocks.arena,
-            blocks.refs,
-            plain.attention,
-            scale,
-            fmt,
-            sparse_k=False,
-            sparse_v=False,
-        )
-        return out
 
     def _attend_expanded(
         self,
@@ -284,8 +258,9 @@ class HieraAttnBackend(AttentionBackend):
         v: Tensor,
         scale: float,
     ) -> Tensor:
-        """Unpacks what the queries read, then attends densely: on Hopper because the dense kernel
-        outruns the sparse ones (csrc/PREFILL_NOTES.md), elsewhere for want of kernels."""
+        """Unpacks what the queries read, then attends densely: on Hopper because that takes no
+        longer than the sparse kernels, and adds block means (csrc/PREFILL_NOTES.md); elsewhere for
+        want of kernels."""
         fmt = self.pool.format
         outs = []
         for plan in plans:
