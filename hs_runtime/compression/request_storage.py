@@ -17,7 +17,9 @@ from hs_runtime.pool.block_pool import DENSE, SPARSE, BlockPool, Convert, Slot
 from hs_runtime.scheduler.admission import (
     BlockSizes,
     Slots,
+    changing_slots,
     decode_growth,
+    fits_while_changing,
     page_ids_need,
     prefill_need,
     private_pages,
@@ -204,11 +206,17 @@ class RequestStorage:
             left = min(max(state.max_new - (max(state.position, state.known) - state.n), 0), 4096)
             position = max(state.position, state.n)
             need = need.plus(decode_growth(rules, state.policy, position, int(left * ratio)))
-        evictable = self.pool.evictable
-        if not self.pool.ledger.fits(
-            need.dense - evictable[DENSE], need.sparse - evictable[SPARSE]
-        ):
+        evictable, fits = self.pool.evictable, self.pool.ledger.fits
+        need = Slots(need.dense - evictable[DENSE], need.sparse - evictable[SPARSE])
+        if not fits(*need):
             return False
+        if self.active:
+            changing = changing_slots(rules, policy, n)
+            for state in self.active.values():
+                if state.position <= state.n:
+                    changing += changing_slots(rules, state.policy, state.n)
+            if not fits_while_changing(fits, need, changing):
+                return False
         pages = reserved_pages + rules.pages(n) - hit // rules.page
         if self.page_bytes:
             pages += private_pages(rules, policy, n) + self._awaited_page_ids()

@@ -6,7 +6,7 @@ scheduler on the CPU agree without asking the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,6 +114,18 @@ def decode_form(rules: Lifecycle, policy: SparsityPolicy, t: int) -> Slots:
     return Slots(dense, sparse)
 
 
+def changing_slots(rules: Lifecycle, policy: SparsityPolicy, n: int) -> int:
+    """Slots of a prompt of n tokens that are dense after prefill and sparse in decode."""
+    after, before = decode_form(rules, policy, n), prefill_form(rules, policy, n)
+    return max(0, after.sparse - before.sparse)
+
+
+def fits_while_changing(fits: Callable[[int, int], bool], slots: Slots, changing: int) -> bool:
+    """Whether `changing` dense slots can turn sparse one by one: each sparse one is taken before
+    its dense one returns, and either kind may need a superblock for a single slot."""
+    return all(fits(slots.dense - k, slots.sparse + k + 1) for k in range(changing))
+
+
 def private_pages(rules: Lifecycle, policy: SparsityPolicy, n: int) -> int:
     """Page ids that a prompt of n tokens takes once more at its first decode step, while it still
     holds those that it shares with the prefix cache."""
@@ -151,11 +163,17 @@ def requests_at_once(
         return 0
     grown = decode_form(rules, policy, n).plus(decode_growth(rules, policy, n, max_new))
     last = prefill_need(rules, policy, n, 0).plus(decode_growth(rules, policy, n, max_new))
+    changing = changing_slots(rules, policy, n)
     low, high = 1, 2 + superblocks * sizes.sparse_per_superblock
     while high - low > 1:
         count = (low + high) // 2
         others = Slots(grown.dense * (count - 1), grown.sparse * (count - 1))
-        fits = sizes.superblocks(others.plus(last)) <= superblocks
+        whole = others.plus(last)
+        fits = sizes.superblocks(whole) <= superblocks and fits_while_changing(
+            lambda dense, sparse: sizes.superblocks(Slots(dense, sparse)) <= superblocks,
+            whole,
+            changing,
+        )
         low, high = (count, high) if fits else (low, count)
     return low
 

@@ -44,10 +44,11 @@ def decoding_together(
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tokens", [4096, 4928])  # 4,928: full of dense slots, none to turn
 def test_as_many_requests_decode_at_once_as_the_formula_says(
-    engines: Engines, small: EngineOptions, name: str
+    engines: Engines, small: EngineOptions, name: str, tokens: int
 ) -> None:
-    options = replace(small, tokens=4096)
+    options = replace(small, tokens=tokens)
     n, count = 9 * 64 + 1, expected(options, PRESETS[name], 9 * 64 + 1)
     assert 4 < count < 16  # below SGLang's own bound
     got = decoding_together(engines.get(options), PRESETS[name], n, count + 3, name)

@@ -20,6 +20,7 @@ from hs_runtime.pool.block_pool import DENSE, SPARSE, Arena
 from hs_runtime.scheduler.admission import (
     BlockSizes,
     decode_form,
+    prefill_form,
     prefill_need,
     request_need,
     requests_at_once,
@@ -70,7 +71,10 @@ def test_one_more_request_never_fits(policy: SparsityPolicy, n: int) -> None:
         resident = decode_form(RULES, policy, n).plus(growth)
         dense = (count - 1) * resident.dense + need.dense + growth[0]
         sparse = (count - 1) * resident.sparse + need.sparse + growth[1]
-        return -(-dense // 9) + -(-sparse // 16) <= superblocks
+        # The last one's slots turn sparse one by one, each new one beside the old.
+        turning = decode_form(RULES, policy, n).sparse - prefill_form(RULES, policy, n).sparse
+        states = [(dense, sparse), *((dense - k, sparse + k + 1) for k in range(turning))]
+        return all(-(-d // 9) + -(-s // 16) <= superblocks for d, s in states)
 
     count = requests_at_once(RULES, SIZES, superblocks, policy, n, new)
     assert count > 1 and fits(count) and not fits(count + 1)
