@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstdint>
 #include <type_traits>
 
 #include "hs/block_format.h"
@@ -33,6 +34,7 @@ constexpr int kWarpgroupRows = 64;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread; 64 K in all
+constexpr std::int64_t kNearBytes = 16 << 20;  // of K and V that are read at a time; L2 has 50 MB
 constexpr int kChunk = 64;  // channels of one 128-byte swizzled row
 constexpr int kChunkBytes = kBlockSize * 128;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -41,6 +43,12 @@ constexpr float kLn2 = 0.6931471805599453f;
 struct Item {
   int request, start, offset, prefix;  // start: absolute; absolute row + offset = row of q, k, v
   int end, frontier, blocks, unused;   // end: absolute, exclusive; blocks: entries to visit
+};
+
+// Where the tiles of an item's request lie in the schedule, and how many of its query heads are
+// taken at once.
+struct Span {
+  int first, tiles, heads, unused;
 };
 
 struct Params {
@@ -54,6 +62,7 @@ struct Params {
   const int* tail_slots;
   int page_table_stride, max_tail;
   const Item* items;
+  const Span* spans;
   int* next;
   int num_items, q_heads, kv_heads;
   float scale_log2;
@@ -76,11 +85,15 @@ __host__ __device__ inline Runs runs_of(int prefix, int end, int frontier) {
   return r;
 }
 
-// --- the schedule: items of all tiles, longest first ---------------------------------------------
+// --- the schedule --------------------------------------------------------------------------------
+//
+// Few heads of one request at a time, so that the multiprocessors read the same K and V from L2:
+// with all heads of all requests at once, memory traffic takes power from the products.
 
 struct Plan {
   const int *cu_seqlens, *prefix_lens, *tile_offsets, *frontiers;
-  int requests, tiles;
+  int requests, tiles, kv_heads, group;
+  std::int64_t token_bytes;  // K and V of a token and head
 };
 
 __device__ Item item_of(const Plan& plan, int tile) {
@@ -106,22 +119,42 @@ __device__ Item item_of(const Plan& plan, int tile) {
   return item;
 }
 
-__global__ void schedule_kernel(Plan plan, Item* items, int* next) {
-  __shared__ int blocks[256];
+// Requests with the longest context first, and within one the tiles with the most blocks; the short
+// tiles of the last one even out the end.
+__device__ std::int64_t order_of(const Plan& plan, const Item& item) {
+  const int r = item.request;
+  const std::int64_t context = plan.prefix_lens[r] + plan.cu_seqlens[r + 1] - plan.cu_seqlens[r];
+  // Requests below 2^16, blocks of a tile below 2^20.
+  return (context << 16 | (plan.requests - r)) << 20 | item.blocks;
+}
+
+__global__ void schedule_kernel(Plan plan, Item* items, Span* spans, int* next) {
+  __shared__ std::int64_t orders[256];
   const int tile = blockIdx.x * 256 + threadIdx.x;
   Item own{};
-  if (tile < plan.tiles) own = item_of(plan, tile);
+  std::int64_t mine = -1;
+  if (tile < plan.tiles) own = item_of(plan, tile), mine = order_of(plan, own);
   if (tile == 0) *next = 0;
-  int rank = 0;
+  int rank = 0, before = 0;
   for (int first = 0; first < plan.tiles; first += 256) {
     __syncthreads();
     const int other = first + threadIdx.x;
-    blocks[threadIdx.x] = other < plan.tiles ? item_of(plan, other).blocks : -1;
+    orders[threadIdx.x] = other < plan.tiles ? order_of(plan, item_of(plan, other)) : -1;
     __syncthreads();
-    for (int i = 0; i < 256; i++)
-      rank += blocks[i] > own.blocks || (blocks[i] == own.blocks && first + i < tile);
+    for (int i = 0; i < 256; i++) {
+      rank += orders[i] > mine || (orders[i] == mine && first + i < tile);
+      before += orders[i] >> 20 > mine >> 20;
+    }
   }
-  if (tile < plan.tiles) items[rank] = own;
+  if (tile >= plan.tiles) return;
+  items[rank] = own;
+  const int r = own.request;
+  const std::int64_t context = plan.prefix_lens[r] + plan.cu_seqlens[r + 1] - plan.cu_seqlens[r];
+  int kv_heads = plan.kv_heads;  // at most so many that their K and V are near
+  while (kv_heads > 1 &&
+         (plan.kv_heads % kv_heads || kv_heads * context * plan.token_bytes > kNearBytes))
+    kv_heads--;
+  spans[rank] = {before, plan.tile_offsets[r + 1] - plan.tile_offsets[r], kv_heads * plan.group, 0};
 }
 
 // --- shared memory -------------------------------------------------------------------------------
@@ -333,12 +366,17 @@ __device__ void produce(const Params& p, char* smem, uint32_t base, const Barrie
       index = __shfl_sync(~0u, index, 0);
       barrier_wait(bar.item_empty(slots.slot), slots.parity ^ 1);
       if (lane == 0) {
+        int head = -1;
         if (index >= 0) {
-          const int4* from = reinterpret_cast<const int4*>(p.items + index / p.q_heads);
+          const Span span = p.spans[index / p.q_heads];
+          const int place = index - span.first * p.q_heads, of_heads = span.tiles * span.heads;
+          const int4* from = reinterpret_cast<const int4*>(p.items + span.first +
+                                                           place % of_heads / span.heads);
           reinterpret_cast<int4*>(slot)[0] = from[0];
           reinterpret_cast<int4*>(slot)[1] = from[1];
+          head = place / of_heads * span.heads + place % span.heads;
         }
-        slot[8] = index < 0 ? -1 : index % p.q_heads;
+        slot[8] = head;
         barrier_arrive(bar.item_full(slots.slot));
       }
     }
@@ -1446,7 +1484,7 @@ int launch_kinds(const Params& p, int mixed_k, int mixed_v, int multiprocessors,
 }  // namespace hs
 
 // Launches on `stream`. Pointers are device pointers; strides count elements. `workspace` has
-// 8 + 8 * tiles ints. `mixed_k` and `mixed_v` are 0 only if every ref of that side below a frontier
+// 8 + 12 * tiles ints. `mixed_k` and `mixed_v` are 0 only if every ref of that side below a frontier
 // is dense; a sparse one then traps. Gives 0, a cudaError_t, or a negative number: -1 no driver
 // entry point, -2 a tensor map was refused, -3 no instance for this head dimension.
 HS_EXPORT int hs_prefill_attention(
@@ -1481,14 +1519,17 @@ HS_EXPORT int hs_prefill_attention(
   p.tail_slots = tail_slots;
   p.max_tail = max_tail;
   p.next = workspace;
-  p.items = reinterpret_cast<const Item*>(workspace + 8);
+  const auto items = reinterpret_cast<Item*>(workspace + 8);
+  const auto spans = reinterpret_cast<Span*>(workspace + 8 + 8 * tiles);
+  p.items = items;
+  p.spans = spans;
   p.num_items = tiles * q_heads;
   p.q_heads = q_heads;
   p.kv_heads = kv_heads;
   p.scale_log2 = scale * kLog2e;
-  const Plan plan{cu_seqlens, prefix_lens, tile_offsets, frontiers, requests, tiles};
-  schedule_kernel<<<(tiles + 255) / 256, 256, 0, stream>>>(
-      plan, reinterpret_cast<Item*>(workspace + 8), workspace);
+  const Plan plan{cu_seqlens, prefix_lens, tile_offsets, frontiers, requests, tiles, kv_heads,
+                  q_heads / kv_heads, 4 * D};
+  schedule_kernel<<<(tiles + 255) / 256, 256, 0, stream>>>(plan, items, spans, workspace);
   if (const cudaError_t e = cudaGetLastError()) return e;
 #if defined(HS_SMOKE)  // one head dimension and type, to see that the source compiles
   if (D != 128 || half) return -3;

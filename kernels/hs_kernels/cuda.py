@@ -258,7 +258,7 @@ def prefill_attention(
         return out, lse
     q, k, v = _loadable(q), _loadable(k), _loadable(v)
     requests, tiles = prefix_lens.shape[0], frontiers.shape[0]
-    workspace = torch.empty(8 + 8 * tiles, dtype=torch.int32, device=device)
+    workspace = torch.empty(8 + 12 * tiles, dtype=torch.int32, device=device)
     plan = [x.contiguous() for x in (cu_seqlens, prefix_lens, tile_offsets, frontiers)]
     tail_first, tail_slots, refs = (x.contiguous() for x in (tail_first, tail_slots, refs))
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
