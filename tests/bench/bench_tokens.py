@@ -5,7 +5,8 @@
 
 Prompts are passages of the Python language reference that comes with the interpreter. An answer
 counts up to its first token that differs (a flip); a flip is explained by how far apart the CPU
-held the two tokens. One JSON line for each policy, bench `quality`, part `greedy tokens`.
+held the two tokens. `largest_distance` is that of the log-probabilities that both give the CPU's
+tokens. One JSON line for each policy, bench `quality`, part `greedy tokens`.
 """
 
 from __future__ import annotations
@@ -37,17 +38,25 @@ def passages(model: str) -> list[list[int]]:
     return [ids[i * step : i * step + length] for i, length in enumerate(LENGTHS)]
 
 
-def build_engine(model: str, device: str, dtype: str) -> Any:
+def build_engine(model: str, device: str, dtype: str, pruner: str) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     from hs_runtime import spawn
+    from hs_runtime.calibration.file import DEMO_FILE, digest
     from hs_runtime.config import RuntimeConfig
+    from hs_runtime.policies import ServerConstants
 
     class Ours(Engine):
         run_scheduler_process_func = staticmethod(spawn.run_scheduler)
         run_detokenizer_process_func = staticmethod(spawn.run_detokenizer)
 
-    RuntimeConfig().to_env()
+    calibrated = pruner == "calibrated"
+    constants = ServerConstants(pruner=pruner, calibration=digest(DEMO_FILE) if calibrated else "")
+    RuntimeConfig(
+        constants=constants,
+        model_path=model,
+        calibration_path=str(DEMO_FILE) if calibrated else "",
+    ).to_env()
     options: dict[str, Any] = {
         "model_path": model,
         "device": device,
@@ -95,15 +104,21 @@ def answer(engine: Any, prompt: list[int], policy: str) -> dict[str, Any]:
     }
 
 
-def compare(policy: str, got: list[Any], want: list[Any]) -> dict[str, Any]:
+def compare(policy: str, pruner: str, got: list[Any], want: list[Any]) -> dict[str, Any]:
     compared = equal = 0
     flips = []
+    distances = []  # of a token's log-probability, where both had the same tokens before
     for number, (ours, reference) in enumerate(zip(got, want, strict=True)):
         pairs = list(zip(ours["tokens"], reference["tokens"], strict=True))
         same = [a == b for a, b in pairs]
         first = same.index(False) if False in same else len(same)
         equal += first
         compared += min(first + 1, len(same))
+        for (_, wanted), found, known in list(
+            zip(pairs, ours["likely"], reference["likely"], strict=True)
+        )[: first + 1]:
+            if (token := str(wanted)) in found:
+                distances.append(abs(found[token] - known[token]))
         if first < len(same):
             likely = reference["likely"][first]
             mine, theirs = (str(token) for token in pairs[first])
@@ -112,13 +127,14 @@ def compare(policy: str, got: list[Any], want: list[Any]) -> dict[str, Any]:
     unexplained = [flip for flip in flips if flip["gap"] >= EXPLAINED]
     return {
         "bench": "quality",
-        "case": {"policy": policy, "part": "greedy tokens", "pruner": "magnitude"},
+        "case": {"policy": policy, "part": "greedy tokens", "pruner": pruner},
         "unit": "share of tokens equal to the CPU's before and at the first that differs",
         "ours": equal / compared,
         "baseline": 1.0,
         "baseline_name": "float32 on the CPU",
         "ratio": equal / compared,
         "flips": flips,
+        "largest_distance": max(distances),
         "unexplained": len(unexplained),
     }
 
@@ -128,6 +144,7 @@ def main() -> None:
     parser.add_argument("--model", help="the demonstration model's folder")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--dtype", help="default: float32 on the CPU, float16 elsewhere")
+    parser.add_argument("--pruner", choices=("calibrated", "magnitude"), default="calibrated")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--output", type=Path)
@@ -138,9 +155,11 @@ def main() -> None:
         args.model = str(ensure_demo_model())
     known = json.loads(args.against.read_text()) if args.against else {}
     prompts = known.get("prompts") or passages(args.model)
+    if known.get("pruner", args.pruner) != args.pruner:
+        parser.error(f"{args.against} was made by --pruner {known['pruner']}")
     dtype = args.dtype or ("float32" if args.device == "cpu" else "float16")
-    engine = build_engine(args.model, args.device, dtype)
-    found: dict[str, Any] = {"prompts": prompts}
+    engine = build_engine(args.model, args.device, dtype, args.pruner)
+    found: dict[str, Any] = {"prompts": prompts, "pruner": args.pruner}
     for policy in POLICIES:
         found[policy] = [answer(engine, prompt, policy) for prompt in prompts]
         print(policy, "done", flush=True)
@@ -154,7 +173,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {dtype}"
     versions = {"device": name, "torch": torch.__version__}
     for policy in POLICIES:
-        line = compare(policy, found[policy], known[policy])
+        line = compare(policy, args.pruner, found[policy], known[policy])
         line |= {"versions": versions, "date": datetime.date.today().isoformat()}
         print(json.dumps(line), flush=True)
         if args.output:

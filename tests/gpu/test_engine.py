@@ -160,3 +160,21 @@ def test_without_cuda_graphs_answers_are_the_same(
         prompt = token_ids(LENGTH, 7)
         (got,) = engine.run(Ask(prompt, POLICIES[name], NEW, logprob_start=0))
         assert_near(name, got, golden.answer(options, POLICIES[name], prompt, NEW))
+
+
+def test_dense_layers_are_never_pruned(
+    engines: Engines, golden: Golden, options: EngineOptions
+) -> None:
+    """Nearer to the rules that spare the first layer than to those that prune both or none."""
+    spared, prompt = replace(options, dense_layers=(0,)), token_ids(LENGTH, 7)
+    engine = engines.get(spared)
+    for name in ("max", "half"):
+        want = golden.answer(spared, POLICIES[name], prompt, NEW)
+        (cold,) = engine.run(Ask(prompt, POLICIES[name], NEW, logprob_start=0))
+        assert_near(name, cold, want)
+        for other in (POLICIES[name], PRESETS["dense"]):
+            whole = golden.answer(options, other, prompt, NEW)
+            assert distance(cold, want) < distance(cold, whole)
+        (warm,) = engine.run(Ask(prompt, POLICIES[name], NEW))
+        assert warm.cached > 0
+        assert_near(f"{name}, cached", warm, want)
