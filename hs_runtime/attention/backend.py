@@ -87,8 +87,10 @@ class HieraAttnBackend(AttentionBackend):
         self.plan: AttnPlan | None = None
         self.decode: _DecodeBuffers | None = None
         self._on_cuda = self.pool.device.type == "cuda"
-        self._dense_attention = _hopper_dense_attention() if self._on_cuda else None
         self._prefill_kernel, self._expanded_pages = prefill_kernel, expanded_pages
+        self._dense_attention = (
+            _hopper_dense_attention() if self._on_cuda and prefill_kernel == "torch" else None
+        )
         self._crowded = False  # this extend's prefixes are too long to be gathered at once
         self._expanded: list[ExpandedPlan] = []
         self._plain: PlainExtend | None = None  # of the layers that stay dense
@@ -147,8 +149,7 @@ class HieraAttnBackend(AttentionBackend):
     def _begin_plain(self, plan: ExtendTensors) -> None:
         page = self.token_to_kv_pool.page_size
         self._plain = build_plain_extend(plan, page, self.pool.device)
-        unpacks = self._prefill_kernel != "sparse" and self._crowded
-        unpacks |= self._prefill_kernel == "torch" and self._dense_attention is None
+        unpacks = self._prefill_kernel == "torch" and not self._gathers
         self._plain_expanded = self._expand(self._plain.rows) if unpacks else []
 
     def _expand(self, rows: Sequence[ExtendRow]) -> list[ExpandedPlan]:
@@ -156,12 +157,12 @@ class HieraAttnBackend(AttentionBackend):
 
     def _unpacks(self, plan: ExtendTensors) -> bool:
         return self._prefill_kernel == "torch" or (
-            self._prefill_kernel == "expanded" and (any(plan.sparse) or self._crowded)
+            self._prefill_kernel == "expanded" and any(plan.sparse)
         )
 
     @property
     def _gathers(self) -> bool:
-        """Whether what is all dense goes through the device's best dense kernel."""
+        """Whether what is all dense goes through a dense kernel that is not ours."""
         return self._dense_attention is not None and not self._crowded
 
     def _fill(self, rows: int, plan: AttnPlan | None, slots: Tensor | None) -> None:
@@ -294,7 +295,7 @@ class HieraAttnBackend(AttentionBackend):
         plan: ExtendTensors,
         scale: float,
     ) -> Tensor:
-        """All pages of all rows are dense: the device's best dense kernel, on gathered prefixes."""
+        """All pages of all rows are dense: FlashAttention-3, on gathered prefixes."""
         assert self._dense_attention is not None and self.plan is not None
         attention, rows = plan.attention, (k, v)
         heads = self.pool.heads
@@ -359,7 +360,8 @@ class HieraAttnBackend(AttentionBackend):
 
 
 def _hopper_dense_attention() -> Any:
-    """FlashAttention-3 where this device and this SGLang have it, else None."""
+    """FlashAttention-3 where this device has it, for head dimensions that our kernel lacks; else
+    None. Where ours has an instance it is as fast (csrc/PREFILL_NOTES.md)."""
     if torch.cuda.get_device_capability() != (9, 0):
         return None
     from sgl_kernel.flash_attn import flash_attn_varlen_func
