@@ -15,7 +15,7 @@ sent at once and answered with so many tokens each. `window` is output tokens a 
 first token to the first last one, when all decode and none prefills; `whole` is all output tokens
 over all the time.
 
-`--profile DIR` keeps a trace of eight decode steps at the first length.
+`--profile DIR` keeps a trace of prefill and seven decode steps at the first length.
 """
 
 from __future__ import annotations
@@ -116,22 +116,22 @@ def measure(
 
 
 def profile(engine: Any, length: int, policy: str | None, folder: Path) -> None:
-    """A trace of eight decode steps, for Perfetto or chrome://tracing."""
+    """A trace of a prefill and the decode steps after it, for Perfetto or chrome://tracing."""
     from sglang.srt.managers.io_struct import ProfileReq
 
+    ids = prompt(length, random.Random(1))
+    steps = -(-length // CHUNK) + 7
+    wish = ProfileReq(
+        output_dir=str(folder), num_steps=steps, activities=["CPU", "GPU"], with_stack=False
+    )
+
     async def traced() -> None:
-        ids = prompt(length, random.Random(1))
+        await engine.tokenizer_manager.start_profile(wish)
         stream = await engine.async_generate(
-            input_ids=ids, sampling_params=parameters(policy, 256), stream=True
+            input_ids=ids, sampling_params=parameters(policy, 64), stream=True
         )
-        started = False
-        async for output in stream:
-            if output["meta_info"]["completion_tokens"] >= 16 and not started:
-                started = True
-                wish = ProfileReq(
-                    output_dir=str(folder), num_steps=8, activities=["CPU", "GPU"], with_stack=False
-                )
-                await engine.tokenizer_manager.start_profile(wish)
+        async for _ in stream:
+            pass
 
     engine.loop.run_until_complete(traced())
 
