@@ -16,6 +16,8 @@ from hs_runtime.policies.policy import ServerConstants
 from hs_runtime.pool.sizing import dense_tokens_of, size_pool
 from hs_runtime.scheduler.admission import (
     BlockSizes,
+    Slots,
+    decode_form,
     requests_at_once,
     requests_by_page_ids,
 )
@@ -23,6 +25,14 @@ from hs_runtime.scheduler.lifecycle import Lifecycle
 
 LENGTHS: Final = (1 << 10, 8 << 10, 32 << 10, 128 << 10)
 ANSWER_TOKENS: Final = 256
+# What keeps one more request out, and what people are told of it. Both forms of K and of V are more
+# than those of V alone, so that of short prompts `max` may fit one less than `fast`.
+BOUNDS: Final = {
+    "bytes": "",
+    "prefill": "one more would fit if all decoded; a prompt holds a segment's blocks in both forms "
+    "for a moment",
+    "page ids": "bytes are left, but no page ids, which dense layers make as dear",
+}
 _AMPLE: Final = 1 << 40  # spare page ids: more than are made, however many requests SGLang runs
 _DTYPES: Final = ("float16", "bfloat16", "float32")
 
@@ -61,12 +71,14 @@ class KVShape:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """`requests[length][preset]`: prompts of that many tokens served at once, each with an answer
-    of `answer_tokens`. `kv_bytes` is the arena of all layers on one rank."""
+    of `answer_tokens`. `bounds`, alike, says what keeps the next one out (`BOUNDS`). `kv_bytes` is
+    the arena of all layers on one rank."""
 
     kv_bytes: int
     dense_tokens: int
     answer_tokens: int
     requests: dict[int, dict[str, int]]
+    bounds: dict[int, dict[str, str]]
 
 
 def capacity(
@@ -101,19 +113,25 @@ def capacity(
     superblocks = size.superblocks
     sizes = BlockSizes(fmt.dense_bytes, fmt.sparse_bytes, fmt.superblock_bytes)
 
-    def fits(policy: SparsityPolicy, n: int) -> int:
+    def fits(policy: SparsityPolicy, n: int) -> tuple[int, str]:
         count = requests_at_once(rules, sizes, superblocks, policy, n, answer_tokens)
-        if not dense:
-            return count
-        return min(count, requests_by_page_ids(rules, size.pages, policy, n, answer_tokens))
+        if dense:
+            by_page_ids = requests_by_page_ids(rules, size.pages, policy, n, answer_tokens)
+            if by_page_ids < count:
+                return by_page_ids, "page ids"
+        decoding = decode_form(rules, policy, n + answer_tokens)
+        more = Slots(*((count + 1) * slots for slots in decoding))
+        return count, "prefill" if sizes.superblocks(more) <= superblocks else "bytes"
 
-    requests = {n: {name: fits(policy, n) for name, policy in PRESETS.items()} for n in lengths}
+    found = {n: {name: fits(policy, n) for name, policy in PRESETS.items()} for n in lengths}
+    requests = {n: {name: count for name, (count, _) in row.items()} for n, row in found.items()}
+    bounds = {n: {name: bound for name, (_, bound) in row.items()} for n, row in found.items()}
     superblock = fmt.superblock_bytes
     if centered:
         superblock += fmt.sparse_per_superblock * fmt.mean_bytes
     arena = superblocks * superblock * mixed * shape.heads
     arena += size.pages * 2 * fmt.dense_bytes * len(dense) * shape.heads
-    return Capacity(arena, tokens, answer_tokens, requests)
+    return Capacity(arena, tokens, answer_tokens, requests, bounds)
 
 
 def kv_bytes_of(device: Device, model_path: str, config: Mapping[str, Any]) -> int:

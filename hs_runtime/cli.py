@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,7 @@ from hs_runtime.launch import CPU_MAX_REQUESTS, LaunchPlan, plan_launch
 from hs_runtime.policies.policy import (
     ANCHORS,
     PRESETS,
+    Costliest,
     PolicyError,
     ServerConstants,
     parse_layers,
@@ -47,6 +49,7 @@ app = typer.Typer(
 
 _DEVICES = ("auto", "cpu", "cuda")
 _DEFAULTS = ServerConstants()
+_MARKS = {"bytes": "", "prefill": "'", "page ids": "*"}  # of numbers, by what bounds them
 
 
 def _show_version(wanted: bool) -> None:
@@ -98,7 +101,8 @@ def serve(
     dense_layers: Annotated[
         str,
         typer.Option(
-            help="Layers whose KV stays dense under every policy, counted from 0, e.g. 3,7,12."
+            help="Layers whose KV stays dense under every policy: their numbers from 0 on, e.g. "
+            "3,7,12, or costliest:8 for those that cost most by the calibration file."
         ),
     ] = "",
     pruner: Annotated[
@@ -130,14 +134,9 @@ def serve(
 ) -> None:
     """Start the OpenAI-compatible server."""
     try:
+        dense = _layers(dense_layers)
         config = RuntimeConfig(
-            constants=_constants(
-                sink=sink,
-                window=window,
-                segment=segment,
-                anchor=anchor,
-                dense_layers=_layers(dense_layers),
-            ),
+            constants=_constants(sink=sink, window=window, segment=segment, anchor=anchor),
             default_policy=parse_policy(default_policy),
             model_path=model,
             served_model_name=served_model_name,
@@ -151,7 +150,7 @@ def serve(
         )
         read_api_key(config.api_key_file)  # a missing key is found before the model loads
         config, plan = _resolve(
-            *(config, device, context.args, pruner, calibration), fetch=not dry_run
+            *(config, device, context.args, pruner, calibration, dense), fetch=not dry_run
         )
         _check_stored(config.constants)
     except (ConfigError, PolicyError, DemoModelError) as error:
@@ -235,7 +234,8 @@ def evaluate(
     window: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.window,
     sink: Annotated[int, typer.Option(help="As for `serve`.")] = _DEFAULTS.sink,
     dense_layers: Annotated[
-        str, typer.Option(help="As for `serve`; of one arm: max+dense_layers=3/7/12.")
+        str,
+        typer.Option(help="As for `serve`; of one arm: max+dense_layers=3/7/12, or =costliest:8."),
     ] = "",
     pruner: Annotated[
         str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
@@ -279,29 +279,33 @@ def evaluate(
         typer.echo(line, err=True)
 
     try:
-        constants = _constants(
-            sink=sink, window=window, segment=segment, dense_layers=_layers(dense_layers)
-        )
-        if layers and constants.dense_layers:
+        dense = _layers(dense_layers)
+        if layers and dense:
             raise ConfigError(
                 "--layers looks at layers as they are pruned, and --dense-layers prunes some of "
                 "them not at all (give one of the two)"
             )
         config = RuntimeConfig(
-            constants=constants,
+            constants=_constants(sink=sink, window=window, segment=segment),
             model_path=model,
             kv_cache_bytes=_size_bytes(kv_cache) if kv_cache else 0,
         )
         suites = parse_suites(suite or ["kl"])
         texts = read_texts(text) if text else bundled_texts()
         config, plan = _resolve(
-            *(config, device, context.args, pruner, calibration), fetch=True, keep_file=True
+            *(config, device, context.args, pruner, calibration, dense),
+            fetch=True,
+            keep_file=True,
         )
-        digest = _digest(Path(config.calibration_path)) if config.calibration_path else ""
-        chosen = parse_arms(arms or [",".join(PRESETS)], config.constants, digest)
+        file = Path(config.calibration_path) if config.calibration_path else None
+        digest = _digest(file) if file else ""
+        costs = partial(_layer_costs, file) if file else None
+        chosen = parse_arms(arms or [",".join(PRESETS)], config.constants, digest, costs)
         described = _model_config(config.model_path)
         for arm in chosen:
             _check_layers(arm.constants, described)
+            if arm.constants.dense_layers:
+                say(f"{arm.name}: always dense are layers {_listed(arm.constants.dense_layers)}")
         target = Target(
             device=probe_devices(_device_name(device))[0],
             model_path=config.model_path,
@@ -352,11 +356,12 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help=" | ".join(_DEVICES))] = "auto",
 ) -> None:
-    """Measure a model's queries and keys once, so that pruning costs less; `serve` finds the file.
+    """Measure a model once, so that pruning costs less; `serve` finds the file.
 
-    The model reads the text with its own weights, which takes a minute for a small one on a CPU.
+    The model reads the text with its own weights: for the statistics of its queries and keys, then
+    once more for what pruning costs in each layer. That takes minutes for a small one on a CPU.
     """
-    from hs_runtime.calibration import FILE_NAME, save_calibration
+    from hs_runtime.calibration import FILE_NAME, read_layer_costs, save_calibration
     from hs_runtime.calibration.calibrate import calibrate as measure
     from hs_runtime.calibration.calibrate import read_text
 
@@ -379,6 +384,9 @@ def calibrate(
         typer.secho(f"hs-runtime calibrate: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"{target}: {target.stat().st_size / 1e6:.1f} MB from {made.tokens} tokens")
+    costs = read_layer_costs(target)
+    ranked = sorted(range(len(costs)), key=lambda layer: -costs[layer])
+    typer.echo("layers by what pruning costs: " + _listed(ranked))
 
 
 @app.command()
@@ -395,7 +403,7 @@ def doctor(
         str, typer.Option(help="For --capacity: size of the KV cache. Default: as `serve`.")
     ] = "",
     dense_layers: Annotated[
-        str, typer.Option(help="For --capacity: as for `serve`, e.g. 3,7,12.")
+        str, typer.Option(help="For --capacity: as for `serve`, e.g. 3,7,12 or costliest:8.")
     ] = "",
 ) -> None:
     """Say what this machine can serve, and what would stop it (exit code 1)."""
@@ -403,8 +411,8 @@ def doctor(
 
     try:
         if show_capacity:
-            constants = _constants(dense_layers=_layers(dense_layers))
-            _print_capacity(_device_name(device), model, kv_cache, constants, as_json)
+            dense = _layers(dense_layers)
+            _print_capacity(_device_name(device), model, kv_cache, dense, as_json)
             return
         report = examine(_device_name(device))
     except ConfigError as error:
@@ -429,9 +437,20 @@ def doctor(
 
 
 def _print_capacity(
-    device_name: str, model: str, kv_cache: str, constants: ServerConstants, as_json: bool
+    device_name: str,
+    model: str,
+    kv_cache: str,
+    dense: tuple[int, ...] | Costliest,
+    as_json: bool,
 ) -> None:
-    from hs_runtime.capacity import ANSWER_TOKENS, LENGTHS, KVShape, capacity, kv_bytes_of
+    from hs_runtime.capacity import (
+        ANSWER_TOKENS,
+        BOUNDS,
+        LENGTHS,
+        KVShape,
+        capacity,
+        kv_bytes_of,
+    )
 
     devices = probe_devices(device_name)
     if not devices:
@@ -446,14 +465,15 @@ def _print_capacity(
     if config is None:
         raise ConfigError(f"model: {model!r} is no folder on this disk")
     size = _size_bytes(kv_cache) if kv_cache else kv_bytes_of(devices[0], path, config)
-    calibrated = _calibration_file(path, model == DEMO_MODEL, None) is not None
+    file = _calibration_file(path, model == DEMO_MODEL, None)
+    constants = _constants(dense_layers=_dense_layers(dense, file, path))
     context = int(config.get("max_position_embeddings") or LENGTHS[-1] + ANSWER_TOKENS)
     found = capacity(
         KVShape.of(config, devices[0]),
         size,
         constants,
         [n for n in LENGTHS if n < context] or LENGTHS[:1],
-        centered=calibrated,
+        centered=file is not None,
     )
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
@@ -464,7 +484,15 @@ def _print_capacity(
     )
     typer.echo("prompt  " + "".join(f"{name:>10}" for name in PRESETS))
     for length, fits in found.requests.items():
-        typer.echo(f"{length >> 10:>5}K  " + "".join(f"{fits[name]:>10}" for name in PRESETS))
+        bounds = found.bounds[length]
+        cells = (f"{fits[name]}{_MARKS[bounds[name]]}" for name in PRESETS)
+        typer.echo(f"{length >> 10:>5}K  " + "".join(f"{cell:>10}" for cell in cells))
+    seen = {bound for row in found.bounds.values() for bound in row.values()}
+    notes = [f"{mark} {BOUNDS[bound]}" for bound, mark in _MARKS.items() if mark and bound in seen]
+    if notes:
+        typer.echo("\n" + "\n".join(notes))
+    if constants.dense_layers:
+        typer.echo(f"\nAlways dense: layers {_listed(constants.dense_layers)}.")
     if devices[0].kind == "cpu":
         typer.echo(f"\nOn a CPU `serve` runs {CPU_MAX_REQUESTS} at once (--max-running-requests).")
 
@@ -475,6 +503,7 @@ def _resolve(
     passed: list[str],
     pruner: str,
     calibration: Path | None,
+    dense: tuple[int, ...] | Costliest,
     *,
     fetch: bool,
     keep_file: bool = False,
@@ -495,7 +524,6 @@ def _resolve(
         config = replace(config, model_path=str(folder or DEMO_MODEL), served_model_name=name)
     if config.model_path != DEMO_MODEL:
         described = _model_config(config.model_path)
-    _check_layers(config.constants, described)
     plan = plan_launch(
         devices[0],
         config.model_path,
@@ -504,7 +532,8 @@ def _resolve(
         kv_cache_bytes=config.kv_cache_bytes,
     )
     file = None
-    if keep_file or not pruner or _check_pruner(pruner).needs_calibration:
+    by_cost = isinstance(dense, Costliest)
+    if keep_file or by_cost or not pruner or _check_pruner(pruner).needs_calibration:
         file = _calibration_file(config.model_path, is_demo, calibration)
     elif calibration is not None:
         _existing(calibration, "calibration")  # not read: this pruner has no use for it
@@ -519,6 +548,7 @@ def _resolve(
         "chunk": plan.chunk,
         "pruner": chosen,
         "calibration": _digest(file) if file and needed else "",
+        "dense_layers": _dense_layers(dense, file, config.model_path),
     }
     config = replace(
         config,
@@ -526,6 +556,7 @@ def _resolve(
         calibration_path=str(file) if file and (needed or keep_file) else "",
         kv_cache_bytes=plan.kv_cache_bytes,
     )
+    _check_layers(config.constants, described)
     return config, plan
 
 
@@ -569,11 +600,38 @@ def _check_stored(constants: ServerConstants) -> None:
         )
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(text: str) -> tuple[int, ...] | Costliest:
     try:
         return parse_layers(text)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _dense_layers(
+    wish: tuple[int, ...] | Costliest, file: Path | None, model_path: str
+) -> tuple[int, ...]:
+    """The numbers of the layers; `file` is the model's calibration."""
+    if not isinstance(wish, Costliest):
+        return wish
+    if file is None:
+        raise ConfigError(
+            f"dense_layers: which {wish.count} layers cost most is in a calibration file, and "
+            f"there is none (make one with `hs-runtime calibrate --model {model_path}`)"
+        )
+    try:
+        return wish.of(_layer_costs(file))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _layer_costs(file: Path) -> list[float]:
+    from hs_runtime.calibration import read_layer_costs
+
+    return read_layer_costs(file)
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))
 
 
 def _check_layers(constants: ServerConstants, described: Mapping[str, Any] | None) -> None:

@@ -1,4 +1,5 @@
-"""What is measured once of a model, so that pruning costs little: channel order, query statistics.
+"""What is measured once of a model, so that pruning costs little: channel order, query statistics,
+and what pruning costs in each layer.
 
 `file` reads and writes it; `calibrate` makes it, with the model's own forward pass. No CUDA, and no
 transformers until `calibrate` runs.
@@ -11,6 +12,7 @@ from hs_runtime.calibration.file import (
     digest,
     fingerprint,
     load_calibration,
+    read_layer_costs,
     save_calibration,
 )
 
@@ -21,5 +23,6 @@ __all__ = [
     "digest",
     "fingerprint",
     "load_calibration",
+    "read_layer_costs",
     "save_calibration",
 ]

@@ -1,7 +1,8 @@
 """Makes a calibration: the model reads a text, and moments of its queries and keys are kept.
 
 The forward pass is transformers' own; its attention function is replaced by one that adds what it
-sees after RoPE to the moments. Only those are kept, [Hkv, D, D] for each layer.
+sees after RoPE to the moments. Only those are kept, [Hkv, D, D] for each layer. With what follows
+from them, `layer_costs` then measures what pruning costs in each layer.
 
 The text is read in windows that lie at positions all over the model's context. Attention sees only
 distances, so a window reads the same anywhere; but RoPE turns slow channels by what matters to
@@ -14,15 +15,17 @@ from __future__ import annotations
 import hashlib
 import lzma
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from hs_runtime.calibration.file import Calibration, fingerprint
+from hs_runtime.calibration.layer_costs import cut_stretches, measure_layer_costs, passes
+from hs_runtime.calibration.model import ReadModel, attend_causally
 from hs_runtime.config import ConfigError
 
 DEFAULT_TEXT: Final = Path(__file__).parent / "data" / "jargon.txt.xz"
@@ -30,7 +33,6 @@ DEFAULT_TOKENS: Final = 9216
 LEAST_TOKENS: Final = 512
 WINDOW: Final = 1024  # tokens that the model reads at once
 RIDGE: Final = 0.02  # of the mean of E[q q']'s diagonal: directions that no query of the text took
-_ATTENTION: Final = "hierasparse_calibration"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,15 +73,26 @@ def calibrate(
     The same folder, text and machine give the same constants. Progress goes to stderr. Raises
     ConfigError when the text is too short or the model cannot be read.
     """
+    from tqdm import tqdm
+
     found = fingerprint(model_path)  # before the model loads: a folder without weights ends here
-    ids = _encode(model_path, text, tokens)
-    moments = measure(model_path, ids, device)
-    return build_calibration(
-        moments,
-        fingerprint=found,
-        text=hashlib.sha256(text.encode("utf-8")).hexdigest(),
-        tokens=len(ids),
-    )
+    ids, start = _encode(model_path, text, tokens)
+    model = ReadModel(model_path, device)
+    windows = list(_windows(ids, model.context))
+    stretches = cut_stretches(ids, start, model.context)
+    total = model.layers * len(windows) + passes(model.layers, len(stretches))
+    with tqdm(total=total, unit="layer", file=sys.stderr, disable=None) as bar:
+        bar.set_description("queries and keys")
+        made = build_calibration(
+            measure_moments(model, windows, bar.update),
+            fingerprint=found,
+            text=hashlib.sha256(text.encode("utf-8")).hexdigest(),
+            tokens=len(ids),
+        )
+        bar.set_description("costs of layers")
+        stored = replace(made, factor=made.factor.to(torch.float16).to(torch.float32))
+        costs = measure_layer_costs(model, stretches, stored, bar.update)
+    return replace(made, layer_cost=costs)
 
 
 def read_text(path: Path | None) -> str:
@@ -92,7 +105,8 @@ def read_text(path: Path | None) -> str:
         raise ConfigError(f"text: cannot read {chosen} ({error})") from error
 
 
-def _encode(model_path: str, text: str, tokens: int) -> list[int]:
+def _encode(model_path: str, text: str, tokens: int) -> tuple[list[int], list[int]]:
+    """The text's first tokens, and those that the model expects before any text."""
     from transformers import AutoTokenizer
 
     if tokens < LEAST_TOKENS:
@@ -107,63 +121,27 @@ def _encode(model_path: str, text: str, tokens: int) -> list[int]:
             f"text: {len(ids)} tokens, and {tokens} are to be read (give a longer text, "
             "or a smaller --tokens)"
         )
-    return ids[:tokens]
+    plain, special = tokenizer("a", add_special_tokens=False), tokenizer("a")
+    start = special["input_ids"][: len(special["input_ids"]) - len(plain["input_ids"])]
+    return ids[:tokens], list(start)
 
 
-def measure(model_path: str, ids: list[int], device: str) -> list[Moments]:
-    """Moments of every layer while the model reads `ids`, in windows."""
-    from tqdm import tqdm
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
+def measure_moments(
+    model: ReadModel,
+    windows: Sequence[tuple[list[int], range]],
+    tick: Callable[[], object],
+) -> list[Moments]:
+    """Moments of every layer while the model reads the windows: tokens and their positions."""
     moments: dict[int, Moments] = {}
-    bar = tqdm(unit="layer", file=sys.stderr, disable=None)
 
-    def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *_: Any,
-        scaling: float | None = None,
-        **__: Any,
-    ) -> tuple[Tensor, None]:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        moments.setdefault(module.layer_idx, Moments(scale)).add(query[0], key[0])
-        bar.update()
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        moments.setdefault(layer, Moments(scale)).add(q[0], k[0])
+        tick()
+        return attend_causally(q, k, v, scale)
 
-    AttentionInterface.register(_ATTENTION, attend)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path,
-            local_files_only=True,
-            dtype=torch.float32 if device == "cpu" else "auto",
-            attn_implementation=_ATTENTION,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: transformers cannot load {model_path} ({error})") from error
-    model = model.to(device).eval()
-    layers = int(model.config.get_text_config().num_hidden_layers)
-    context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
-    windows = list(_windows(ids, context))
-    bar.reset(total=layers * len(windows))
-    with bar:
-        for tokens, positions in windows:
-            # The body alone: logits of a window would be the largest tensor.
-            model.base_model(
-                torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-            )
-    if sorted(moments) != list(range(layers)):
-        raise ConfigError(
-            f"model: {len(moments)} of {layers} layers showed their queries, so this architecture "
-            "cannot be calibrated (choose --pruner magnitude)"
-        )
-    return [moments[layer] for layer in range(layers)]
+    for tokens, positions in windows:
+        model.read(tokens, positions, attend)
+    return [moments[layer] for layer in range(model.layers)]
 
 
 def _windows(ids: list[int], context: int) -> Iterator[tuple[list[int], range]]:

@@ -10,8 +10,12 @@ except itself:
     key_rms      float32 [L, Hkv, D]
     factor       float16 [L, Hkv, D (D + 1) / 2]  rows of the upper triangle U with U' U = the
                                                   inverse of E[q q'] with a ridge; scale is free
+    layer_cost   float32 [L]                      KL in nats when that layer alone is pruned; files
+                                                  of earlier versions are without it
 
-One metadata entry, `hierasparse`, is canonical JSON, so that equal calibrations are equal bytes.
+The last one shapes no block. It is for choosing layers, and a file is known by the others
+(`digest`). One metadata entry, `hierasparse`, is canonical JSON, so that equal calibrations are
+equal bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -35,6 +39,8 @@ DEMO_FILE: Final = Path(__file__).parent / "data" / "SmolLM2-135M-Instruct.calib
 VERSION: Final = 1
 
 _METADATA: Final = "hierasparse"
+_CONSTANTS: Final = ("permutation", "query_rms", "mean_score", "key_rms", "factor")
+_LAYER_COST: Final = "layer_cost"
 _MAKE: Final = "make one with `hs-runtime calibrate --model FOLDER`"
 _SAMPLE_BYTES: Final = 4096
 _SAMPLED: Final = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
@@ -57,6 +63,7 @@ class Calibration:
     """Constants of a model (or of one rank's heads); `factor` is unpacked, f32 [L, Hkv, D, D].
 
     `text` is the SHA-256 of the calibrating text, `tokens` how many of its tokens were read.
+    `layer_cost` f32 [L] is None in files of earlier versions.
     """
 
     permutation: Tensor
@@ -67,6 +74,7 @@ class Calibration:
     fingerprint: str
     text: str
     tokens: int
+    layer_cost: Tensor | None = None
 
     @property
     def layers(self) -> list[Mapping[str, Tensor]]:
@@ -86,11 +94,9 @@ class Calibration:
     def to(self, device: torch.device) -> Calibration:
         return self._each(lambda x: x.to(device))
 
-    def _each(self, change: Any) -> Calibration:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{k: change(x) for k, x in tensors.items() if isinstance(x, torch.Tensor)}
-        )
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Calibration:
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _CONSTANTS}
+        return replace(self, **changed)
 
 
 def default_file(model_path: str, *, is_demo: bool) -> Path | None:
@@ -114,6 +120,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         "key_rms": calibration.key_rms.to(torch.float32),
         "factor": calibration.factor[..., row, column].to(torch.float16),
     }
+    if calibration.layer_cost is not None:
+        tensors[_LAYER_COST] = calibration.layer_cost.to(torch.float32)
     about = {
         "fingerprint": calibration.fingerprint,
         "text": calibration.text,
@@ -159,9 +167,38 @@ def load_calibration(path: Path, model_path: str | None = None) -> Calibration:
     return calibration
 
 
+def read_layer_costs(path: Path) -> list[float]:
+    """What pruning costs in each layer, in nats, as a file says. Raises ConfigError when it does
+    not."""
+    costs = load_calibration(path).layer_cost
+    if costs is None:
+        raise ConfigError(
+            f"calibration: {path} does not say what pruning costs in each layer, since an earlier "
+            f"version made it: {_MAKE}"
+        )
+    measured: list[float] = costs.tolist()
+    return measured
+
+
 def digest(path: Path) -> str:
-    """SHA-256 of a file's content: what `ServerConstants.calibration` holds."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """SHA-256 of what a file says of pruning: what `ServerConstants.calibration` holds.
+
+    Files that differ in `layer_cost` alone have one digest, that of the file without it: equal
+    blocks may be shared, and what was measured of one is true of the other.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save
+
+    data = path.read_bytes()
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata()
+    except SafetensorError:  # no calibration, and so none of those that anybody asks for
+        return hashlib.sha256(data).hexdigest()
+    if tensors.pop(_LAYER_COST, None) is not None:
+        data = save(tensors, metadata)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _unpack(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Calibration:
@@ -179,12 +216,16 @@ def _unpack(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Calibrat
     for name, tensor in rest.items():
         if tensor.shape != permutation.shape or not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} is {list(tensor.shape)}, not {list(permutation.shape)}")
+    costs = tensors.get(_LAYER_COST)
+    if costs is not None and (list(costs.shape) != [layers] or not bool(costs.isfinite().all())):
+        raise ValueError(f"{_LAYER_COST} is {list(costs.shape)}, not [{layers}]")
     return Calibration(
         permutation=permutation.to(torch.int32),
         factor=factor,
         fingerprint=str(about["fingerprint"]),
         text=str(about["text"]),
         tokens=int(about["tokens"]),
+        layer_cost=costs,
         **rest,
     )
 

@@ -4,6 +4,7 @@
 `decode=1/1`                              S_K = S_V = 1 in decode only
 `prefill=0/1+decode=1/1+pruner=random`    numbers of both phases, another pruner
 `max+dense_layers=3/7`                    layers 3 and 7 stay dense
+`max+dense_layers=costliest:8`            those 8 that the calibration file says cost most
 `paper`                                   all sparse by magnitude, under the paper's chunk rule
 `fp8`                                     stock SGLang with an FP8 KV cache (CUDA devices)
 """
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ from hs_runtime.config import ConfigError
 from hs_runtime.policies.policy import (
     DENSE,
     PRESETS,
+    Costliest,
     PolicyError,
     ServerConstants,
     SparsityPolicy,
@@ -54,9 +57,15 @@ class Arm:
         return json.dumps(values, sort_keys=True)
 
 
-def parse_arm(text: str, constants: ServerConstants, calibration: str = "") -> Arm:
+def parse_arm(
+    text: str,
+    constants: ServerConstants,
+    calibration: str = "",
+    costs: Callable[[], Sequence[float]] | None = None,
+) -> Arm:
     """An arm in the syntax above; `constants` are those of the command line, `calibration` the
-    digest of the file for pruners that need one. Raises ConfigError."""
+    digest of the file for pruners that need one, `costs` reads what it says of layers. Raises
+    ConfigError."""
     if text == FP8:
         return Arm(text, DENSE, constants, stock=True)
     preset: str | None = None
@@ -73,7 +82,7 @@ def parse_arm(text: str, constants: ServerConstants, calibration: str = "") -> A
         elif name in _NUMBERS and value.isdecimal():
             changes[name] = int(value)
         elif name == _LAYERS and value:
-            changes[name] = _layers(text, value)
+            changes[name] = _layers(text, value, costs)
         else:
             raise ConfigError(f"arms: {word!r} of {text!r} (choose {_grammar()})")
     try:
@@ -100,9 +109,14 @@ def _changed(
     return replace(changed, calibration=calibration if needed else "")
 
 
-def _layers(text: str, value: str) -> tuple[int, ...]:
+def _layers(text: str, value: str, costs: Callable[[], Sequence[float]] | None) -> tuple[int, ...]:
     try:
-        return parse_layers(value, "/")
+        layers = parse_layers(value, "/")
+        if not isinstance(layers, Costliest):
+            return layers
+        if costs is None:
+            raise ValueError("which layers cost most is in the calibration file (--calibration)")
+        return layers.of(costs())
     except ValueError as error:
         raise ConfigError(f"arms: {text!r}: {error}") from error
 
@@ -122,11 +136,16 @@ def _grammar() -> str:
     )
 
 
-def parse_arms(texts: list[str], constants: ServerConstants, calibration: str = "") -> list[Arm]:
+def parse_arms(
+    texts: list[str],
+    constants: ServerConstants,
+    calibration: str = "",
+    costs: Callable[[], Sequence[float]] | None = None,
+) -> list[Arm]:
     """Of a repeatable, comma-separated option. Raises ConfigError on a repeated arm."""
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError("arms: none given")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"arms: {', '.join(twice)} given twice")
-    return [parse_arm(name, constants, calibration) for name in names]
+    return [parse_arm(name, constants, calibration, costs) for name in names]

@@ -24,6 +24,7 @@ PHASES = ("prefill", "decode")
 SIDES = ("k", "v")
 
 _DECIMAL = re.compile(r"(?:0|1)(?:\.[0-9]{1,3})?", re.ASCII)
+_COSTLIEST = "costliest:"
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 
 
@@ -341,13 +342,36 @@ class ServerConstants:
         return mixed
 
 
-def parse_layers(text: str, separator: str = ",") -> tuple[int, ...]:
-    """`"3,7,12"` -> (3, 7, 12), in any order; `ValueError` on anything but layer numbers."""
+@dataclass(frozen=True, slots=True)
+class Costliest:
+    """A wish for that many dense layers: those that pruning costs most."""
+
+    count: int
+
+    def of(self, costs: Sequence[float]) -> tuple[int, ...]:
+        """The layers, by what pruning costs in each; the lower of two that cost the same.
+        `ValueError` when some other number of them must be wished for."""
+        layers = len(costs)
+        if not 1 <= self.count < layers:
+            raise ValueError(
+                f"dense_layers='{_COSTLIEST}{self.count}': the model has {layers} layers, choose "
+                f"from {_COSTLIEST}1 to {_COSTLIEST}{layers - 1}"
+            )
+        return tuple(sorted(sorted(range(layers), key=lambda i: (-costs[i], i))[: self.count]))
+
+
+def parse_layers(text: str, separator: str = ",") -> tuple[int, ...] | Costliest:
+    """`"3,7,12"` -> (3, 7, 12), in any order, `"costliest:8"` -> Costliest(8); `ValueError` on
+    anything else."""
+    if text.startswith(_COSTLIEST):
+        count = text.removeprefix(_COSTLIEST)
+        if count.isascii() and count.isdecimal():
+            return Costliest(int(count))
     words = [word.strip() for word in text.split(separator)] if text else []
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise ValueError(
             f"dense_layers={text!r}: choose layer numbers from 0 on, such as "
-            f"{separator.join(('3', '7', '12'))}"
+            f"{separator.join(('3', '7', '12'))}, or {_COSTLIEST}N"
         )
     return _layer_numbers(sorted(map(int, words)))
 

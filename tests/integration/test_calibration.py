@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from hs_runtime.calibration import FILE_NAME, load_calibration
+from hs_runtime.calibration import FILE_NAME, load_calibration, read_layer_costs
 from hs_runtime.cli import app
 from hs_runtime.policies import PRESETS
 from tests.support.checkpoints import tiny_llama
@@ -23,7 +23,7 @@ from tests.support.engines import (
     with_environment,
 )
 from tests.support.golden import Golden, assert_answer
-from tests.support.oracle import Calibrated, Llama
+from tests.support.oracle import Calibrated, Llama, Request, Rules, Shares
 
 pytestmark = pytest.mark.integration
 
@@ -106,6 +106,30 @@ def test_queries_and_keys_are_measured_after_rope(model: Path, calibration: Path
         torch.testing.assert_close(made.query_rms[0, head], mine.square().mean(0).sqrt())
         torch.testing.assert_close(made.key_rms[0, head], keys.square().mean(0).sqrt())
         torch.testing.assert_close(made.mean_score[0, head], mine.mean(0) / 8, atol=1e-5, rtol=1e-3)
+
+
+def test_costs_of_layers_are_those_of_the_rules(model: Path, calibration: Path) -> None:
+    """Token by token with the oracle, each layer sparse alone: the last quarter of what was
+    read."""
+    from transformers import AutoTokenizer
+
+    from hs_runtime.calibration.calibrate import read_text
+
+    llama, pruning = Llama(model), Calibrated(load_file(calibration))
+    tokens = AutoTokenizer.from_pretrained(model)(read_text(None))["input_ids"][:1024]
+    past, shares = 768, Shares(decode=(1000, 1000))
+
+    def log_probs(*dense_layers: int) -> torch.Tensor:
+        request = Request(llama, Rules(dense_layers=dense_layers), shares, past, 1024, pruning)
+        for start in range(0, past, 256):
+            request.forward(tokens[start : start + 256], start)
+        return torch.cat([request.forward([tokens[t]], t) for t in range(past, 1024)])
+
+    dense = log_probs(0, 1)
+    for layer, cost in enumerate(read_layer_costs(calibration)):
+        other = log_probs(1 - layer)
+        want = torch.nn.functional.kl_div(other, dense, log_target=True, reduction="batchmean")
+        assert cost == pytest.approx(float(want), rel=1e-2), layer
 
 
 def test_a_text_that_is_too_short_is_refused(model: Path, tmp_path: Path) -> None:

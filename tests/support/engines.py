@@ -4,7 +4,6 @@ many at a time, and killed with all their children whatever happens."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import queue
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hs_runtime.calibration import digest
 from hs_runtime.config import CONFIG_VARIABLE, PLUGIN_FILTER_VARIABLE, RuntimeConfig
 from hs_runtime.policies import CUSTOM_PARAM, SparsityPolicy
 from hs_runtime.policies.policy import ServerConstants, Sparsity
@@ -100,7 +100,7 @@ class EngineOptions:
         if not self.stock:
             known = self.calibration_digest
             if self.calibration is not None and not known:
-                known = hashlib.sha256(self.calibration.read_bytes()).hexdigest()
+                known = digest(self.calibration)
             constants = ServerConstants(
                 segment=self.segment,
                 window=self.window,

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hs_kernels.block_format import BlockFormat
-from hs_runtime.capacity import KVShape, capacity, kv_bytes_of
+from hs_runtime.capacity import BOUNDS, KVShape, capacity, kv_bytes_of
 from hs_runtime.cli import app
 from hs_runtime.config import ConfigError
 from hs_runtime.device import Device
@@ -96,6 +96,24 @@ def test_what_never_fits_is_zero_and_more_sparsity_never_fits_less() -> None:
         assert requests_at_once(RULES, SIZES, need - 1, policy, 4096, 256) == 0
 
 
+def test_what_keeps_the_next_request_out_is_said() -> None:
+    """Of short prompts one less of `max` than of `fast` may fit, since the last one's prefill holds
+    both forms of K, too. That is a request, never more."""
+    shape, seen = KVShape.of(LLAMA_8B, H200), set()
+    for dense_layers in ((), (7, 14, 20), tuple(range(8))):
+        constants = ServerConstants(dense_layers=dense_layers)
+        for gib in (2, 40, 90):
+            found = capacity(shape, gib * GIB, constants, centered=True)
+            for n, fits in found.requests.items():
+                bounds = found.bounds[n]
+                seen |= set(bounds.values())
+                if fits["max"] < fits["fast"]:
+                    assert (fits["fast"] - fits["max"], bounds["max"]) == (1, "prefill")
+                assert dense_layers or "page ids" not in bounds.values()
+                assert bounds["dense"] == "bytes", "a dense block has one form"
+    assert seen == set(BOUNDS)
+
+
 def test_bytes_are_those_that_serve_would_take(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"\0" * 1000)
     assert kv_bytes_of(CPU, str(tmp_path), LLAMA_8B) == 2 * GIB
@@ -119,7 +137,9 @@ def test_the_command_prints_the_same_numbers_as_text_and_json(tmp_path: Path) ->
     )
     rows = [line.split() for line in as_text.stdout.splitlines()]
     assert ["prompt", *PRESETS] in rows
-    assert ["8K", *(str(found["8192"][name]) for name in PRESETS)] in rows
+    bounds = json.loads(as_json.stdout)["bounds"]["8192"]
+    marks = {"bytes": "", "prefill": "'", "page ids": "*"}
+    assert ["8K", *(f"{found['8192'][name]}{marks[bounds[name]]}" for name in PRESETS)] in rows
     wrong = CliRunner().invoke(app, ["doctor", "--capacity", "--model", str(tmp_path / "no")])
     assert wrong.exit_code == 2 and "is no folder" in wrong.output
 

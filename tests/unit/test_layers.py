@@ -78,7 +78,7 @@ MAY_IMPORT = {
         *FREE,
     ),
     "hs_runtime.demo_model": FREE,
-    "hs_runtime.calibration": FREE,
+    "hs_runtime.calibration": ("hs_runtime.policies", "hs_kernels", *FREE),
     "hs_runtime.launch": ("hs_runtime.device", *FREE),
     "hs_runtime.capacity": (
         "hs_runtime.device",
