@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Final, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hs_runtime.config import ConfigError
 
-_ATTENTION: Final = "hierasparse_calibration"
+_NUMBERS: Final = count()  # of models: transformers knows attention functions by name
 
 
 class Attend(Protocol):
@@ -31,21 +32,25 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class ReadModel:
-    """The model of a local folder, f32 on a CPU; ConfigError when transformers cannot load it.
+    """The model of a local folder, by default f32 on a CPU and else as its checkpoint has it
+    ("auto"); ConfigError when transformers cannot load it.
 
     `layers` is their number, `context` the tokens that it was made for (0: its config is silent).
     """
 
-    def __init__(self, model_path: str, device: str) -> None:
+    def __init__(
+        self, model_path: str, device: str, dtype: torch.dtype | str | None = None
+    ) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
 
-        AttentionInterface.register(_ATTENTION, self._attention)
+        attention = f"hierasparse_calibration_{next(_NUMBERS)}"
+        AttentionInterface.register(attention, self._attention)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 model_path,
                 local_files_only=True,
-                dtype=torch.float32 if device == "cpu" else "auto",
-                attn_implementation=_ATTENTION,
+                dtype=dtype or (torch.float32 if device == "cpu" else "auto"),
+                attn_implementation=attention,
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: transformers cannot load {model_path} ({error})") from error
@@ -55,7 +60,7 @@ class ReadModel:
         self.layers = int(config.num_hidden_layers)
         self.context = int(getattr(config, "max_position_embeddings", 0) or 0)
         self._attend: Attend | None = None
-        self._attentions: dict[int, Any] = {}
+        self._seen: set[int] = set()  # layers that asked for attention
 
     def _attention(
         self,
@@ -69,7 +74,7 @@ class ReadModel:
     ) -> tuple[Tensor, None]:
         assert self._attend is not None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        self._attentions[module.layer_idx] = module
+        self._seen.add(module.layer_idx)
         out = self._attend(module.layer_idx, query, key, value, scale)
         return out.transpose(1, 2).contiguous(), None
 
@@ -77,9 +82,9 @@ class ReadModel:
         """One pass without logits, which would be its largest tensor. Raises ConfigError when not
         every layer asked `attend`."""
         self._run(self._model.base_model, tokens, positions, attend)
-        if sorted(self._attentions) != list(range(self.layers)):
+        if self._seen != set(range(self.layers)):
             raise ConfigError(
-                f"model: {len(self._attentions)} of {self.layers} layers showed their queries, so "
+                f"model: {len(self._seen)} of {self.layers} layers showed their queries, so "
                 "this architecture cannot be calibrated (choose --pruner magnitude)"
             )
 
@@ -95,6 +100,40 @@ class ReadModel:
             position_ids=torch.tensor([list(positions)], device=self._device),
             use_cache=False,
         )
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Passes compute in f32 with the weights as they are. Those of a layer are widened while it
+        runs and no longer, since all of them might not fit the device."""
+        blocks = self._blocks()
+        of_blocks = {id(weight) for block in blocks for weight in block.parameters()}
+        others = [w for w in self._model.parameters() if id(w) not in of_blocks]
+        narrow: dict[int, Tensor] = {}
+
+        def widen(weights: Iterable[Tensor]) -> None:
+            for weight in weights:
+                narrow[id(weight)] = weight.data
+                weight.data = weight.data.to(torch.float32)
+
+        def restore(weights: Iterable[Tensor]) -> None:
+            for weight in weights:
+                weight.data = narrow.pop(id(weight))
+
+        def begin(block: Any, *_: Any) -> None:
+            widen(block.parameters())
+
+        def end(block: Any, *_: Any) -> None:
+            restore(block.parameters())
+
+        hooks = [block.register_forward_pre_hook(begin) for block in blocks]
+        hooks += [block.register_forward_hook(end) for block in blocks]
+        widen(others)
+        try:
+            yield
+        finally:
+            restore(others)
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def recording(self) -> Iterator[list[Any]]:
@@ -126,8 +165,11 @@ class ReadModel:
         """Its layers, known by the attention in each. ConfigError if they are no list."""
         for modules in self._model.modules():
             if isinstance(modules, torch.nn.ModuleList) and len(modules) == self.layers:
-                parts = [set(block.modules()) for block in modules]
-                if all(self._attentions[i] in part for i, part in enumerate(parts)):
+                named = [
+                    {getattr(part, "layer_idx", None) for part in each.modules()}
+                    for each in modules
+                ]
+                if all(layer in names for layer, names in enumerate(named)):
                     return list(modules)
         raise ConfigError(
             "model: its layers are not in a list, so this architecture cannot be calibrated "

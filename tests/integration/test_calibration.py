@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hs_runtime.calibration import FILE_NAME, load_calibration, read_layer_costs
+from hs_runtime.calibration.model import ReadModel, attend_causally
 from hs_runtime.cli import app
 from hs_runtime.policies import PRESETS
 from tests.support.checkpoints import tiny_llama
@@ -130,6 +131,28 @@ def test_costs_of_layers_are_those_of_the_rules(model: Path, calibration: Path) 
         other = log_probs(1 - layer)
         want = torch.nn.functional.kl_div(other, dense, log_target=True, reduction="batchmean")
         assert cost == pytest.approx(float(want), rel=1e-2), layer
+
+
+@torch.inference_mode()
+def test_a_model_of_narrow_weights_is_measured_in_f32(tmp_path: Path) -> None:
+    """What it predicts is what a model in f32 with these weights predicts, and its weights are then
+    as they were."""
+    folder = tiny_llama(tmp_path, dtype=torch.bfloat16)
+    narrow, wide = ReadModel(str(folder), "cpu", "auto"), ReadModel(str(folder), "cpu")
+    tokens, positions = list(range(200)), range(200)
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return attend_causally(q, k, v, scale)
+
+    before = narrow.log_probs(tokens, positions, attend)
+    with narrow.in_float32():
+        inside = narrow.log_probs(tokens, positions, attend)
+    want = wide.log_probs(tokens, positions, attend)
+    assert torch.equal(inside, want)
+    assert torch.equal(narrow.log_probs(tokens, positions, attend), before)
+    assert not torch.equal(before, want)
 
 
 def test_a_text_that_is_too_short_is_refused(model: Path, tmp_path: Path) -> None:
