@@ -20,6 +20,12 @@
 // its words differ from `kAbsent`, and who has read it makes it absent again. A CTA thus waits
 // for CTAs of lower index only, which were launched before it.
 //
+// On sm_90 a launch overlaps with the end of the kernel before it (programmatic dependent launch):
+// the plan, refs and blocks that were written before that kernel are read at once, all else after
+// `wait_for_kernels_before`. So the kernel in front must write no input but Q and the blocks of
+// last tokens, and be launched without overlap itself, as hs_store_tokens is. Or it is this one or
+// the plan.
+//
 // With block means (design: V is stored without the mean of each channel over the block) the mean
 // comes with the block, and sum(P) x mean is one more step of the product.
 
@@ -243,6 +249,7 @@ __global__ void plan_blocks(PlanParams p) {
     p.first_pages[blockIdx.x * kFirstPages + threadIdx.x] =
         cursor.page(p.page_table, p.table_stride, p.rows);
   }
+  __threadfence();  // attention may be launched when this ends, before its caches are flushed
 }
 
 // --- attention ----------------------------------------------------------------------------------
@@ -264,12 +271,18 @@ struct DecodeParams {
   float scale_log2;
 };
 
+// Units that a warp fills before the kernel in front has ended: with more the queries, which are
+// loaded afterwards, wait behind them.
+constexpr int kEarlyUnits = 1;
+
 // Warps of a CTA and units of a warp. About 150 KiB in flight for each SM: more only lengthens the
 // queue in front of memory, and with it every ordinary load (NOTES.md). A dense block needs two
 // units. The Ampere path stays below the 99 KiB of sm_86 and sm_89.
 template <int D, int N, bool kBulk>
 struct Ring {
   static constexpr int kUnitBytes = (Block16<D>::kSparseBytes + 1023) / 1024 * 1024;
+  // Whether a launch overlaps with the kernel before it; N = 24 has no registers for that.
+  static constexpr bool kOverlaps = kBulk && (D != 128 || N <= 16);
 #if defined(HS_DECODE_WARPS)
   static constexpr int kWarps = HS_DECODE_WARPS;
   static constexpr int kUnits = HS_DECODE_UNITS;
@@ -374,6 +387,8 @@ struct DecodeKernel {
     load_refs(page, head_now, ref_k, ref_v);
     head_last = head_now;
     next_page = 0;
+    // Until one of the first items is filled, its bit says that it has its request's last token.
+    dense_v = __ballot_sync(~0u, cursor.block + 1 == cursor.blocks);
   }
 
   __device__ void look_up_page() {
@@ -469,6 +484,16 @@ struct DecodeKernel {
     for (; pending > 0; --pending) fill_next();
   }
 
+  // The same at the beginning: until the kernels in front have ended, units of settled blocks only.
+  __device__ void fill_first(bool waited) {
+#pragma unroll 1
+    for (; pending > 0; --pending) {
+      if (!waited && (pending + kEarlyUnits <= kUnits || (part == 0 && dense_v >> filling & 1)))
+        break;
+      fill_next();
+    }
+  }
+
   // Waits for the next unit, of the kBehind + 1 that will be taken together.
   template <int kBehind>
   __device__ std::uint32_t take_unit() {
@@ -496,6 +521,11 @@ struct DecodeKernel {
            first_column(of_row);
   }
 
+  static __device__ __forceinline__ unsigned load_pair(const T* q) {
+    const unsigned* from = reinterpret_cast<const unsigned*>(q);
+    return R::kOverlaps ? *from : __ldg(from);  // it may be written while this kernel waits
+  }
+
   __device__ void load_q(std::uint32_t (&to)[kTiles][D / 8], int row, int of_row) const {
     const int columns = min(N, p.group - first_column(of_row));
     const T* q = static_cast<const T*>(p.q) + first_query(row, of_row) * D;
@@ -504,9 +534,7 @@ struct DecodeKernel {
       const int column = 8 * j + lane / 4;
 #pragma unroll
       for (int i = 0; i < D / 8; ++i)
-        to[j][i] = column < columns ? __ldg(reinterpret_cast<const unsigned*>(
-                                          q + column * D + 8 * i + 2 * (lane % 4)))
-                                    : 0u;
+        to[j][i] = column < columns ? load_pair(q + column * D + 8 * i + 2 * (lane % 4)) : 0u;
     }
   }
 
@@ -965,6 +993,7 @@ struct DecodeKernel {
   __device__ void run() {
     if constexpr (kBulk) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+      if constexpr (R::kOverlaps) allow_next_kernel();
       policy = evict_first_policy();
       if (lane == 0) {
         for (int i = 0; i < kUnits; ++i) barrier_init(smem_address(&book.barriers[warp][i]), 1);
@@ -983,11 +1012,13 @@ struct DecodeKernel {
     __syncthreads();  // while the refs are on their way
 
     int row = begin.row, of_row = begin.of_row, block = begin.block;
-    int item = 0, done = 0, count = 0, merges = 0;
+    int item = 0, done = 0, count = 0;
+    int merges = R::kOverlaps ? -1 : 0;  // -1: the kernels in front may not have ended
     int length = begin.length, length_row = row, next_length = 0;  // of length_row + 1
     bool took_part = false, cleared = false;
     for (;;) {
-      if (count == 0 && done < share) {  // a new pair
+      const bool may_load = !R::kOverlaps || merges >= 0;
+      if (count == 0 && done < share && may_load) {  // a new pair
         if (row != length_row) {
           length = row == length_row + 1 ? next_length : __ldg(p.seq_lens + row);
           length_row = row;
@@ -1004,8 +1035,17 @@ struct DecodeKernel {
         if (done == 0 && row + 1 < p.rows) next_length = __ldg(p.seq_lens + row + 1);
       }
       // Here, and after K, the units that were read are filled again.
-      fill_pending();
+      fill_first(!R::kOverlaps || merges >= 0);
       if (filling >= 32 * (looked - 1) && 32 * looked < items) look_ahead();
+      if constexpr (R::kOverlaps) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+        if (merges < 0) {  // from here on all may be read and written
+          wait_for_kernels_before();
+          merges = 0;
+          continue;
+        }
+#endif
+      }
       if (!cleared) {
         clear_empty_rows();
         cleared = true;
@@ -1074,18 +1114,27 @@ cudaError_t launch(const DecodeParams& params, const CUtensorMap& map, int ctas,
                    cudaStream_t stream) {
   constexpr int bytes = Ring<D, N, kBulk>::kBytes;
   static_assert(bytes <= (kBulk ? 227 : 99) * 1024);
+  const auto kernel = decode_kernel<D, N, T, kBulk>;
   static bool ready[64] = {};  // for each device: the attribute sticks to its context
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if (!ready[device % 64]) {
-    error = cudaFuncSetAttribute(decode_kernel<D, N, T, kBulk>,
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess && kBulk)
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                   cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
     ready[device % 64] = true;
   }
-  decode_kernel<D, N, T, kBulk><<<ctas, Ring<D, N, kBulk>::kThreads, bytes, stream>>>(params, map);
-  return cudaGetLastError();
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ctas), config.blockDim = dim3(Ring<D, N, kBulk>::kThreads);
+  config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.attrs = &overlap, config.numAttrs = Ring<D, N, kBulk>::kOverlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params, map);
 }
 
 #if defined(HS_SMOKE)

@@ -3,6 +3,7 @@
 
 #include "hs/block.cuh"
 #include "hs/launch.h"
+#include "hs/ptx.cuh"
 
 namespace hs {
 namespace {
@@ -64,12 +65,18 @@ __device__ void copy_row(std::uint8_t* target, const std::uint8_t* source, const
   }
 }
 
+// Attention may begin at once: it waits before it reads what is written here (decode.cu). This
+// kernel itself is launched as any other, so what came before it is complete.
+//
 // A warp for each token and head: K's, V's, then Q's where there is a permutation. Tokens whose
 // block is not dense (padding, page 0) are dropped.
 __global__ void store_tokens_kernel(Rows k, Rows v, Rows q, std::uint8_t* q_out,
                                     std::uint8_t* arena, const int* refs, std::int64_t side_refs,
                                     const std::int64_t* locations, const int* permutation,
                                     int count, int heads, int q_heads, int row_bytes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  allow_next_kernel();
+#endif
   int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, channels = row_bytes / 2;
   if (i >= 2 * count * heads) {
@@ -146,6 +153,18 @@ HS_EXPORT int hs_store_tokens(const void* k, long long k_token, long long k_head
   if (count == 0) return cudaSuccess;
   const int rows = 2 * heads + (permutation != nullptr ? q_heads : 0);
   const long long threads = static_cast<long long>(count) * rows * 32;
+  // The same division of an SM's memory as attention's, which could not begin beside it otherwise.
+  static bool ready[64] = {};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (!ready[device % 64]) {
+    error = cudaFuncSetAttribute(store_tokens_kernel,
+                                 cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+    ready[device % 64] = true;
+  }
   store_tokens_kernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0,
                         static_cast<cudaStream_t>(stream)>>>(
       {static_cast<const std::uint8_t*>(k), k_token, k_head},

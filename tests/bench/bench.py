@@ -3,6 +3,11 @@
     python tests/bench/bench.py --op decode --preset max --batch 8 --length 32768
     python tests/bench/bench.py --op compress --output tests/bench/results/h200
 
+Decode is timed back to back in a CUDA graph; by single launches ("attention, one launch": each
+between two events, with nothing in L2); and behind the kernel that a step runs before it
+("attention behind store": K and V of the new tokens are stored, then attended to; the baseline
+likewise).
+
 Baselines are what the machine has: cuDNN through torch, FlashAttention-3 through sgl_kernel (or
 the library given by --fa3-library), FlashInfer. `ours` and `baseline` are microseconds of a layer,
 `ratio` is baseline / ours, `predicted` the same by counting bytes. Data is random, pages are
@@ -15,7 +20,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from hs_kernels import ops  # noqa: E402
 from hs_kernels.block_format import BlockFormat, Side  # noqa: E402
 from hs_kernels.reference import dense_slots, write_dummy  # noqa: E402
-from tests.support.timing import Timing, time_calls  # noqa: E402
+from tests.support.timing import Timing, time_calls, time_one_by_one  # noqa: E402
 
 PAGE = 64
 SINK_PAGES, WINDOW_PAGES = 1, 4  # stay dense
@@ -43,6 +48,8 @@ SHARES = {
     "three quarters": (0.75, 0.75),
 }
 MEANS = ("light", "max")  # timed with block means of V, too
+BEHIND = ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))  # shares timed behind the store
+PARTS = {False: "attention behind store", True: "attention behind store, permuted"}
 ROTATED_BYTES = 400 << 20  # more than any L2
 Call = Callable[[], object]
 
@@ -172,8 +179,36 @@ def build_cache(
     return Cache(arena, refs, list(table.view(copies, batch, pages)), stored, mean_bytes)
 
 
-def decode_calls(shape: Shape, cache: Cache, batch: int, length: int) -> tuple[list[Call], Call]:
-    """Attention over each copy, and the plan of one."""
+@dataclass(frozen=True)
+class Step:
+    """Q, K and V of a decode step, and how the channels of Q and K are reordered, if they are."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    order: torch.Tensor | None
+
+    @classmethod
+    def random(cls, shape: Shape, batch: int, permuted: bool) -> "Step":
+        q, k, v = (
+            torch.randn((batch, heads, shape.head_dim), device="cuda").bfloat16()
+            for heads in (shape.q_heads, shape.heads, shape.heads)
+        )
+        if not permuted:
+            return cls(q, k, v, None)
+        orders = torch.rand((shape.heads, shape.head_dim), device="cuda").argsort(-1)
+        return cls(q, k, v, orders.int())
+
+    def store(
+        self, arena: torch.Tensor, refs: torch.Tensor, locations: torch.Tensor, fmt: BlockFormat
+    ) -> torch.Tensor:
+        return ops.store_tokens(self.k, self.v, self.q, arena, refs, locations, fmt, self.order)
+
+
+def decode_calls(
+    shape: Shape, cache: Cache, batch: int, length: int, step: Step | None = None
+) -> tuple[list[Call], Call]:
+    """Attention over each copy, behind the store of `step` if there is one, and the plan of one."""
     q = torch.randn((batch, shape.q_heads, shape.head_dim), device="cuda").bfloat16()
     lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
     scale = shape.head_dim**-0.5
@@ -181,11 +216,20 @@ def decode_calls(shape: Shape, cache: Cache, batch: int, length: int) -> tuple[l
     def call(table: torch.Tensor) -> Call:
         workspace = ops.decode_workspace(batch, shape.q_heads, shape.heads, shape.fmt, q.device)
         ops.plan_decode(workspace, cache.refs, table, lens)
-        return lambda: ops.decode_attention(
-            *(q, cache.arena, cache.refs, table, lens, scale, shape.fmt),
-            workspace=workspace,
-            means=cache.means,
-        )
+        last = length - 1
+        locations = (table[:, last // PAGE].long() * PAGE + last % PAGE).contiguous()
+
+        def attend() -> object:
+            queries = q
+            if step is not None:
+                queries = step.store(cache.arena, cache.refs, locations, shape.fmt)
+            return ops.decode_attention(
+                *(queries, cache.arena, cache.refs, table, lens, scale, shape.fmt),
+                workspace=workspace,
+                means=cache.means,
+            )
+
+        return attend
 
     first = ops.decode_workspace(batch, shape.q_heads, shape.heads, shape.fmt, q.device)
 
@@ -225,14 +269,28 @@ def fa3_forward(library: Path | None) -> Callable[..., torch.Tensor] | None:
     return forward
 
 
+@dataclass
+class Baselines:
+    """Times of the dense kernels by name: in a graph, by single launches, and of cuDNN behind the
+    store of a step, by whether that permutes."""
+
+    graph: dict[str, Timing] = field(default_factory=dict)
+    single: dict[str, Timing] = field(default_factory=dict)
+    behind: dict[bool, dict[str, Timing]] = field(default_factory=lambda: {x: {} for x in PARTS})
+
+    def time(self, name: str, calls: list[Call]) -> None:
+        self.graph[name] = time_calls(calls)
+        self.single[name] = time_one_by_one(calls[0])
+
+
 def decode_baselines(
     shape: Shape, batch: int, length: int, fa3: Callable[..., torch.Tensor] | None
-) -> dict[str, Timing]:
+) -> Baselines:
     bytes_each = 2 * batch * length * shape.heads * shape.head_dim * 2
     copies = max(1, min(4, -(-ROTATED_BYTES // bytes_each)))
     pages = length // PAGE
     q = torch.randn((batch, shape.q_heads, shape.head_dim), device="cuda").bfloat16()
-    found: dict[str, Timing] = {}
+    found = Baselines()
     if fa3 is not None:
         shape_k = (copies * batch * pages, PAGE, shape.heads, shape.head_dim)
         k, v = (torch.randn(shape_k, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -243,9 +301,9 @@ def decode_baselines(
             calls = [
                 lambda t=t, pack=pack: fa3(q[:, None], k, v, lens, t, False, pack) for t in tables
             ]
-            found[name] = time_calls(calls)
+            found.time(name, calls)
         del k, v
-    found |= _flashinfer_decode(shape, q, batch, length, copies)
+    _flashinfer_decode(found, shape, q, batch, length, copies)
     kv = [
         torch.randn(
             (2, batch, shape.heads, length, shape.head_dim), dtype=torch.bfloat16, device="cuda"
@@ -257,15 +315,32 @@ def decode_baselines(
             lambda x=x: scaled_dot_product_attention(q[:, :, None], x[0], x[1], enable_gqa=True)
             for x in kv
         ]
-        found["cuDNN"] = time_calls(calls)
+        found.time("cuDNN", calls)
+        for permuted in PARTS:
+            store = _store_elsewhere(shape, Step.random(shape, batch, permuted))
+            pairs = [lambda call=call: (store(), call()) for call in calls]  # noqa: B023
+            found.behind[permuted] = {"cuDNN": time_calls(pairs)}
     return found
 
 
+def _store_elsewhere(shape: Shape, step: Step) -> Call:
+    """The step's tokens into pages of an arena of their own."""
+    fmt, heads, batch = shape.fmt, shape.heads, len(step.k)
+    size = (2 * batch + 1) * heads * fmt.dense_bytes
+    arena = torch.empty(size, dtype=torch.uint8, device="cuda")
+    slots = torch.arange(2 * batch + 1, device="cuda").int()
+    sides = torch.stack([slots[: batch + 1], slots.roll(-batch)[: batch + 1]])
+    sides[:, 0] = 0
+    refs = sides[:, :, None].expand(-1, -1, heads).contiguous()
+    locations = PAGE * torch.arange(1, batch + 1, device="cuda") + PAGE - 1
+    return lambda: step.store(arena, refs, locations, fmt)
+
+
 def _flashinfer_decode(
-    shape: Shape, q: torch.Tensor, batch: int, length: int, copies: int
-) -> dict[str, Timing]:
+    found: Baselines, shape: Shape, q: torch.Tensor, batch: int, length: int, copies: int
+) -> None:
     if importlib.util.find_spec("flashinfer") is None:
-        return {}
+        return
     flashinfer = importlib.import_module("flashinfer")
     pages = length // PAGE
     shape_kv = (copies * batch * pages, 2, PAGE, shape.heads, shape.head_dim)
@@ -283,7 +358,7 @@ def _flashinfer_decode(
             q_data_type=torch.bfloat16,
         )
         calls.append(lambda w=wrapper: w.run(q, kv))
-    return {"FlashInfer": time_calls(calls)}
+    found.time("FlashInfer", calls)
 
 
 # --- the benchmarks -----------------------------------------------------------------------------
@@ -294,7 +369,9 @@ def bench_decode(arguments: argparse.Namespace, report: Report) -> None:
     fa3 = fa3_forward(arguments.fa3_library)
     cases = [(b, n) for b in arguments.batch for n in arguments.length]
     for batch, length in cases or DECODE_CASES:
-        base = {} if arguments.no_baselines else decode_baselines(shape, batch, length, fa3)
+        base = Baselines()
+        if not arguments.no_baselines:
+            base = decode_baselines(shape, batch, length, fa3)
         dense_bytes = 2 * batch * length * shape.heads * shape.head_dim * 2
         for preset in arguments.preset or list(SHARES):
             share = SHARES[preset]
@@ -310,15 +387,23 @@ def bench_decode(arguments: argparse.Namespace, report: Report) -> None:
                 "part": "attention",
             }
             calls, plan = decode_calls(shape, cache, batch, length)
-            ours = time_calls(calls)
-            report.add("decode", case, ours, base, dense_bytes / cache.stored_bytes)
+            predicted = dense_bytes / cache.stored_bytes
+            report.add("decode", case, time_calls(calls), base.graph, predicted)
+            single = case | {"part": "attention, one launch"}
+            report.add("decode", single, time_one_by_one(calls[0]), base.single, predicted)
+            for permuted, part in PARTS.items() if share in BEHIND else ():
+                step = Step.random(shape, batch, permuted)
+                pairs, _ = decode_calls(shape, cache, batch, length, step)
+                pair = case | {"part": part}
+                report.add("decode", pair, time_calls(pairs), base.behind[permuted], predicted)
+                del pairs
             if preset == "max" and not arguments.no_plan:
                 report.add("decode", case | {"part": "plan"}, time_calls([plan]), {}, None)
             if preset in MEANS:
                 cache = cache.with_means(shape.fmt)
                 ours = time_calls(decode_calls(shape, cache, batch, length)[0])
                 case["part"] = "attention, block means"
-                report.add("decode", case, ours, base, dense_bytes / cache.stored_bytes)
+                report.add("decode", case, ours, base.graph, dense_bytes / cache.stored_bytes)
             del cache, calls, plan
             torch.cuda.empty_cache()
 

@@ -173,3 +173,58 @@ def test_a_captured_step_serves_other_lengths() -> None:
         assert_close(f"lse at {chosen}", lse, want_lse, LSE_TOLERANCE)
         for buffer in (workspace.partials, workspace.states):
             assert bool((buffer.view(torch.int32) == -1).all()), "a partial was left behind"
+
+
+@pytest.mark.parametrize("pages", [[1] * 40, [1, 60, 2, 1, 11, 30], [100]], ids=len)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_attention_sees_the_tokens_stored_in_front_of_it(pages: list[int], permuted: bool) -> None:
+    """Layers of a captured step, where a store and the attention behind it overlap, against the
+    same kernels one by one. No page is shared."""
+    fmt, heads, group, layers, device = BlockFormat(128), 2, 4, 6, torch.device("cuda")
+    rows = len(pages)
+    whole = build_decode_case(fmt, heads, group, [64 * sum(pages)], share=(0.3, 0.3))
+    table = torch.zeros((rows, max(pages)), dtype=torch.int32)
+    left = whole.page_table[0].tolist()
+    for row, count in enumerate(pages):
+        table[row, :count] = torch.tensor(left[:count], dtype=torch.int32)
+        del left[:count]
+    lens = torch.tensor([64 * n - 9 * i % 64 for i, n in enumerate(pages)], dtype=torch.int32)
+    last = table.gather(1, (lens[:, None].long() - 1) // 64).long()[:, 0]
+    locations = (last * 64 + (lens.long() - 1) % 64).to(device)
+    table, lens = table.to(device), lens.to(device)
+    refs = whole.cache.refs.contiguous().to(device)
+    order = torch.rand((heads, 128), device=device).argsort(-1).int() if permuted else None
+    k, v = torch.zeros((2, layers, rows, heads, 128), dtype=fmt.torch_dtype, device=device)
+    q = torch.zeros((layers, rows, heads * group, 128), dtype=fmt.torch_dtype, device=device)
+    workspace = ops.decode_workspace(rows, heads * group, heads, fmt, device)
+    ops.plan_decode(workspace, refs, table, lens)
+
+    def step(arenas: list[torch.Tensor], alone: bool) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        for layer, arena in enumerate(arenas):
+            queries = ops.store_tokens(
+                *(k[layer], v[layer], q[layer], arena, refs, locations, fmt, order)
+            )
+            if alone:
+                torch.cuda.synchronize()
+            results += ops.decode_attention(
+                *(queries, arena, refs, table, lens, whole.scale, fmt), workspace=workspace
+            )
+            if alone:
+                torch.cuda.synchronize()
+        return results
+
+    overlapped, one_by_one = (
+        [whole.cache.arena.to(device).clone() for _ in range(layers)] for _ in range(2)
+    )
+    step(one_by_one, alone=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(overlapped, alone=False)
+    for _ in range(30):
+        for x in (q, k, v):
+            x.normal_().mul_(2)
+        want = step(one_by_one, alone=True)
+        graph.replay()
+        for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(mine, theirs), f"result {i}"

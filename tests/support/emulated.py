@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hs_kernels import build
 from hs_kernels.block_format import BlockFormat, Side
+from hs_kernels.reference import dense_slots
 from tests.support.cases import DecodeCase
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -62,16 +63,33 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def decode_attention(
-    case: DecodeCase, columns: int, ctas: int, seed: int = 0, *, bulk: bool = True
+    case: DecodeCase,
+    columns: int,
+    ctas: int,
+    seed: int = 0,
+    *,
+    bulk: bool = True,
+    behind_store: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [R, Hq, D] and lse [R, Hq]; what is not written is NaN. `seed` orders the warps; `bulk`
-    is the kernel of sm_90, else that of sm_8x."""
+    is the kernel of sm_90, else that of sm_8x. With `behind_store` Q and the dense blocks of last
+    tokens are NaN until every thread waits for the kernel in front."""
     cache_, (rows, q_heads, head_dim) = case.cache, case.q.shape
     heads, pages = cache_.heads, cache_.refs.shape[1]
     arena = torch.empty(cache_.arena.numel() + 1024, dtype=torch.uint8)
     start = -arena.data_ptr() % 1024
     arena = arena[start : start + cache_.arena.numel()].copy_(cache_.arena)
     refs, table = cache_.refs.contiguous(), case.page_table.contiguous()
+    stored, queries, q = arena, case.q, case.q
+    if behind_store:
+        stored, q = arena.clone(), torch.full_like(case.q, torch.nan)
+        dense = dense_slots(arena, cache_.fmt, heads)
+        for row, length in enumerate(case.seq_lens.tolist()):
+            if length == 0:
+                continue
+            last = refs[:, table[row, (length - 1) // 64].long()].flatten()
+            head = torch.arange(heads).repeat(2)[last > 0]
+            dense[last[last > 0].long(), head] = torch.nan
 
     def unset(*shape: int) -> Tensor:
         return torch.full(shape, -1, dtype=torch.int32)
@@ -92,6 +110,7 @@ def decode_attention(
         *12 * [PTR],
         *6 * [INT],
         ctypes.c_float,
+        *(ctypes.c_bool, PTR, LONG, PTR, LONG),
     ]
     functions.decode_attention.argtypes = types
     functions.decode_attention.restype = ctypes.c_bool
@@ -103,9 +122,10 @@ def decode_attention(
     )
     known = functions.decode_attention(
         *(seed, bulk, head_dim, columns),
-        *map(_pointer, (case.q, arena, *inputs, boundaries, first_pages, cache_.means)),
+        *map(_pointer, (q, arena, *inputs, boundaries, first_pages, cache_.means)),
         *map(_pointer, (partials, states, out, lse)),
         *(rows, pages, heads, group, table.stride(0), ctas, case.scale),
+        *(behind_store, queries.data_ptr(), queries.nbytes, stored.data_ptr(), stored.numel()),
     )
     assert known, f"no instance for {head_dim} channels and {columns} columns"
     assert bool((partials == -1).all() and (states == -1).all()), "a partial was left behind"

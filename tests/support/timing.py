@@ -1,4 +1,4 @@
-"""The only timer: warm-up, CUDA graph replay, median and spread."""
+"""The only timers: warm-up, CUDA graph replay or single launches, median and spread."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,3 +56,13 @@ def time_calls(
         samples.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
     middle = median(samples)
     return Timing(middle, (max(samples) - min(samples)) / middle)
+
+
+def time_one_by_one(call: Callable[[], object]) -> Timing:
+    """The time of a single launch between two events, with nothing in L2: what triton's timer
+    gives, which is more than a call in a captured sequence takes. The spread is that of the middle
+    three fifths."""
+    from triton.testing import do_bench
+
+    low, middle, high = do_bench(call, warmup=10, rep=60, quantiles=[0.2, 0.5, 0.8])
+    return Timing(1e3 * middle, (high - low) / middle)

@@ -70,6 +70,42 @@ def test_decode_agrees_with_the_copies_of_ampere(kind: tuple[int, int], group: i
     check_decode(kind, group, [330, 64, 200], ctas=3, means=True, bulk=False)
 
 
+@pytest.mark.parametrize(
+    "kind, group, pages, ctas",
+    [
+        ((128, 8), 4, [11, 1, 0, 17, 1], 5),
+        ((128, 8), 4, [40], 6),
+        ((128, 8), 4, [2] * 12, 7),
+        ((128, 8), 1, [1] * 9, 16),
+        ((64, 16), 12, [15, 3], 5),
+        ((256, 8), 3, [11, 4], 4),
+    ],
+    ids=str,
+)
+def test_decode_waits_for_the_last_tokens(
+    kind: tuple[int, int], group: int, pages: Sequence[int], ctas: int
+) -> None:
+    """Requests of so many pages, none of them shared, whose last one and Q come late."""
+    fmt, columns = emulated.FORMATS[kind[0]], kind[1]
+    whole = build_decode_case(fmt, heads=2, group=group, lengths=[64 * sum(pages)])
+    table = torch.zeros((len(pages), max(pages) + 1), dtype=torch.int32)
+    left = whole.page_table[0].tolist()
+    for row, count in enumerate(pages):
+        table[row, :count] = torch.tensor(left[:count], dtype=torch.int32)
+        del left[:count]
+    case = replace(
+        whole,
+        q=torch.randn((len(pages), 2 * group, fmt.head_dim)).to(fmt.torch_dtype),
+        page_table=table,
+        seq_lens=torch.tensor([64 * n - 7 * (n > 0) for n in pages], dtype=torch.int32),
+    )
+    want, want_lse = naive_decode(case)
+    for seed in (1, 2, 3):
+        out, lse = emulated.decode_attention(case, columns, ctas, seed, behind_store=True)
+        assert_close("out", out, want)
+        assert_close("lse", lse, want_lse, 2e-3)
+
+
 def random_blocks(fmt: BlockFormat, n: int, heads: int) -> Tensor:
     """Integers, so that groups have ties and sums are exact in any order."""
     return torch.randint(-7, 8, (n, heads, fmt.block_size, fmt.head_dim)).to(fmt.torch_dtype)

@@ -228,6 +228,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Programmatic dependent launch. Once every CTA of a grid has said so, CTAs of the next kernel of
+// the stream, if it was launched for that, take what room there is.
+__device__ __forceinline__ void allow_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Until the kernels that this one may overlap with have ended and their writes are visible.
+__device__ __forceinline__ void wait_for_kernels_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Orders this thread's ordinary shared-memory accesses before later bulk copies into them.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

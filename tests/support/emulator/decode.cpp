@@ -47,15 +47,27 @@ extern "C" void plan_decode(const int* refs, const int* page_table, const int* s
 }
 
 // Gives false for a (head dim, columns) that has no instance here: bf16 at 128, f16 elsewhere.
-// `bulk`: with the copies of Hopper, else of Ampere.
+// `bulk`: with the copies of Hopper, else of Ampere. With `before` a kernel in front changes arena
+// [arena_bytes] to `arena_after` and q [q_bytes] to `q_after`.
 extern "C" bool decode_attention(unsigned seed, bool bulk, int head_dim, int columns, const void* q,
                                  const std::uint8_t* arena, const int* refs, const int* page_table,
                                  const int* seq_lens, const int* boundaries,
                                  const int* first_pages, const void* means, float* partials,
                                  float* states, void* out, float* lse, int rows, int pages,
-                                 int heads, int group, int table_stride, int ctas, float scale) {
+                                 int heads, int group, int table_stride, int ctas, float scale,
+                                 bool before, const void* q_after, long long q_bytes,
+                                 const void* arena_after, long long arena_bytes) {
   using namespace hs;
   chance.seed(seed);
+  kernel_before = nullptr;
+  if (before)
+    kernel_before = [=] {
+      const long long values = static_cast<long long>(rows) * heads * group;
+      for (long long i = 0; i < values; ++i)
+        if (lse[i] == lse[i]) fail("written before the kernel in front had ended");
+      std::memcpy(const_cast<void*>(q), q_after, q_bytes);
+      std::memcpy(const_cast<std::uint8_t*>(arena), arena_after, arena_bytes);
+    };
   const DecodeParams p = {q,
                           arena,
                           refs,

@@ -88,6 +88,11 @@ static std::mt19937 chance;
 static std::vector<std::function<void()>> copies;  // on their way
 static const std::function<void()>* kernel;
 
+// The kernel in front of a grid that may overlap with it: runs when all threads wait for it and
+// what they copied has landed. Empty where nothing is in front.
+static std::function<void()> kernel_before;
+static std::size_t waiting;  // threads
+
 static void yield() { swapcontext(&current->context, &scheduler); }
 
 [[noreturn]] static void fail(const char* reason) {
@@ -158,6 +163,12 @@ static int __reduce_add_sync(unsigned, int value) {
   for (int lane = 0; lane < 32; ++lane) sum += static_cast<int>(shown[lane].words[0]);
   return sum;
 }
+static unsigned __ballot_sync(unsigned, int value) {
+  const Exchanged* shown = meet({{value != 0}});
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= shown[lane].words[0] << lane;
+  return bits;
+}
 static int __any_sync(unsigned mask, int value) { return __reduce_add_sync(mask, value != 0) > 0; }
 
 template <typename T>
@@ -175,6 +186,7 @@ static T atomicAdd(T* p, T value) {
   return before;
 }
 static void __threadfence_block() {}
+static void __threadfence() {}
 static void __nanosleep(unsigned) { yield(); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
@@ -250,7 +262,14 @@ static void launch_grid(Dimensions grid, int threads, std::size_t shared_bytes, 
             blockIdx.x = fiber.cta->index % grid.x, blockIdx.y = fiber.cta->index / grid.x;
             swapcontext(&scheduler, &fiber.context);
             running -= fiber.done;
+            if (fiber.done && kernel_before) fail("a thread ended before the kernel in front");
           }
+      }
+      if (kernel_before && waiting == fibers.size()) {
+        for (const auto& land : copies) land();
+        copies.clear();
+        kernel_before();
+        kernel_before = nullptr;
       }
       std::vector<std::function<void()>> under_way;
       under_way.swap(copies);
@@ -258,6 +277,7 @@ static void launch_grid(Dimensions grid, int threads, std::size_t shared_bytes, 
         if (chance() % 3 == 0) land(); else copies.push_back(land);
     }
     if (!copies.empty()) fail("a kernel ended before its copies");
+    waiting = 0;
     for (Cta& cta : ctas) std::free(cta.shared);
   }
 }

@@ -178,6 +178,11 @@ inline void barrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
 inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   while (current->cta->barriers.at(barrier).phase == static_cast<int>(parity)) yield();
 }
+inline void allow_next_kernel() {}
+inline void wait_for_kernels_before() {
+  ++waiting;
+  while (kernel_before) yield();
+}
 inline void fence_async_proxy() {}
 inline std::uint64_t evict_first_policy() { return 0; }
 
