@@ -373,7 +373,7 @@ def calibrate(
         if _model_config(path) is None:
             raise ConfigError(f"model: {model!r} is no folder on this disk")
         target = output or Path(path).expanduser() / FILE_NAME
-        if not target.parent.is_dir():  # found before the model reads for a minute
+        if not target.parent.is_dir():  # found before the model reads for minutes
             raise ConfigError(f"output: {target.parent} is no folder")
         made = measure(path, read_text(text), tokens=tokens, device=devices[0].kind)
         try:

@@ -105,8 +105,9 @@ def test_every_query_reads_what_a_decode_step_reads(is_sparse: bool) -> None:
     heads, group, tokens, count, rules = 2, 3, 640, 192, Lifecycle()
     rng = torch.Generator().manual_seed(1)
     q = torch.randn(heads * group, count, 64, generator=rng)
-    dense, sparse = (tuple(torch.randn(2, heads, tokens, 64, generator=rng)) for _ in range(2))
-    got = attend_as_decode(q, (dense[0], dense[1]), sparse if is_sparse else None, 0.125)  # type: ignore[arg-type]
+    k, v, pruned_k, pruned_v = torch.randn(4, heads, tokens, 64, generator=rng)
+    dense, sparse = (k, v), (pruned_k, pruned_v)
+    got = attend_as_decode(q, dense, sparse if is_sparse else None, 0.125)
     for row in range(count):
         t = tokens - count + row
         seen = [x[:, : t + 1].clone() for x in dense]
@@ -136,8 +137,9 @@ def test_costs_are_read_back_and_those_of_older_files_are_said_to_be_missing(
     path = with_costs(tmp_path / "new")
     assert read_layer_costs(path) == list(COSTS)
     loaded = load_calibration(path)
-    assert loaded.of_rank(0, 2).layer_cost is not None
-    assert torch.equal(loaded.to(torch.device("cpu")).of_rank(1, 2).layer_cost, torch.tensor(COSTS))  # type: ignore[arg-type]
+    for ranks in (1, 2):
+        mine = loaded.to(torch.device("cpu")).of_rank(ranks - 1, ranks).layer_cost
+        assert mine is not None and mine.tolist() == list(COSTS)
     save_calibration(random_calibration(LAYERS), tmp_path / "old")
     assert load_calibration(tmp_path / "old").layer_cost is None
     with pytest.raises(ConfigError, match=r"old does not say .*`hs-runtime calibrate"):
@@ -234,19 +236,17 @@ def test_a_server_has_the_numbers_of_the_costliest_layers(model: Path, tmp_path:
 
 @pytest.mark.parametrize("first", ["serve", "doctor", "eval", "arms"])
 def test_what_cannot_be_chosen_is_refused(model: Path, tmp_path: Path, first: str) -> None:
-    wish = "--dense-layers"
-    words = {
-        "serve": ("serve", "--dry-run"),
-        "doctor": ("doctor", "--capacity"),
-        "eval": ("eval", "--output", str(tmp_path / "out")),
-        "arms": ("eval", "--output", str(tmp_path / "out"), "--arms"),
+    measure = ("eval", "--output", str(tmp_path / "out"))
+    words, wish = {
+        "serve": (("serve", "--dry-run", "--dense-layers"), "costliest:{}"),
+        "doctor": (("doctor", "--capacity", "--dense-layers"), "costliest:{}"),
+        "eval": ((*measure, "--dense-layers"), "costliest:{}"),
+        "arms": ((*measure, "--arms"), "light+dense_layers=costliest:{}"),
     }[first]
 
     def refusal(count: int) -> str:
-        value = (wish, f"costliest:{count}")
-        if first == "arms":
-            value = (f"light+dense_layers=costliest:{count}",)  # type: ignore[assignment]
-        code, printed = command(*words, *value, "--device", "cpu", "--model", str(model))
+        value = wish.format(count)
+        code, printed = command(*words, value, "--device", "cpu", "--model", str(model))
         assert code == 2, printed
         return " ".join(printed.split())
 
