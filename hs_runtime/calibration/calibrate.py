@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hs_runtime.calibration.file import Calibration, fingerprint
-from hs_runtime.calibration.layer_costs import cut_stretches, measure_layer_costs, passes
+from hs_runtime.calibration.layer_costs import build_stretches, measure_layer_costs, passes
 from hs_runtime.calibration.model import ReadModel, attend_causally
 from hs_runtime.config import ConfigError
 
@@ -79,7 +79,7 @@ def calibrate(
     ids, start = _encode(model_path, text, tokens)
     model = ReadModel(model_path, device)
     windows = list(_windows(ids, model.context))
-    stretches = cut_stretches(ids, start, model.context)
+    stretches = build_stretches(ids, start, model.context)
     total = model.layers * len(windows) + passes(model.layers, len(stretches))
     with tqdm(total=total, unit="layer", file=sys.stderr, disable=None) as bar:
         bar.set_description("queries and keys")

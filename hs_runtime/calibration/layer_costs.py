@@ -3,6 +3,10 @@ does, once with all KV dense and once for each layer with that layer's K and V p
 
 Layers before the pruned one see nothing of it, and neither does what was computed of earlier
 tokens. So a layer's measurement runs the last tokens through the layers from it on, no more.
+
+A quarter of the scored tokens repeats an earlier passage. Copying depends on a few layers that
+running text hardly shows: layer 18 of the demonstration model costs 0.032 nats there, and 0.0003 on
+text, and what answers quote is what they are asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +29,19 @@ SCORED: Final = 512  # of each stretch, the last
 _PAGE: Final = 64
 _RULES: Final = ServerConstants()  # sink and window are those that a server has unless told
 _ROWS: Final = 64  # of log-probs that are compared at once
+
+
+def build_stretches(ids: Sequence[int], start: Sequence[int], context: int) -> list[list[int]]:
+    """Stretches of the text that begin with the `start` tokens and end in a repetition, each of a
+    passage in another place that is out of the window."""
+    stretches = cut_stretches(ids, start, context)
+    for i, tokens in enumerate(stretches):
+        scored = scored_tokens(len(tokens))
+        count = scored // 4
+        room = len(tokens) - scored - _RULES.window - count - _RULES.sink
+        first = _RULES.sink + max(0, room) * (i + 1) // (len(stretches) + 1)
+        tokens[-count:] = tokens[first : first + count]
+    return stretches
 
 
 def cut_stretches(ids: Sequence[int], start: Sequence[int], context: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hs_runtime.calibration import FILE_NAME, load_calibration, read_layer_costs
+from hs_runtime.calibration.layer_costs import build_stretches
 from hs_runtime.calibration.model import ReadModel, attend_causally
 from hs_runtime.cli import app
 from hs_runtime.policies import PRESETS
@@ -117,7 +118,8 @@ def test_costs_of_layers_are_those_of_the_rules(model: Path, calibration: Path) 
     from hs_runtime.calibration.calibrate import read_text
 
     llama, pruning = Llama(model), Calibrated(load_file(calibration))
-    tokens = AutoTokenizer.from_pretrained(model)(read_text(None))["input_ids"][:1024]
+    text = AutoTokenizer.from_pretrained(model)(read_text(None))["input_ids"][:1024]
+    (tokens,) = build_stretches(text, [], 8192)
     past, shares = 768, Shares(decode=(1000, 1000))
 
     def log_probs(*dense_layers: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from hs_runtime.calibration import (
 from hs_runtime.calibration.file import DEMO_FILE
 from hs_runtime.calibration.layer_costs import (
     attend_as_decode,
+    build_stretches,
     cut_stretches,
     divergence,
     prune_pages,
@@ -71,6 +72,21 @@ def test_stretches_are_whole_pages_of_the_text_within_the_context(
         assert scored % 64 == 0
         assert length - scored >= 64 + 256 + 64, "something is sparse for the first scored token"
     assert len(cut_stretches(ids, [], 0)) == max(1, tokens // 3072)
+
+
+@pytest.mark.parametrize("tokens", [512, 1024, 3072, 9216])
+def test_stretches_end_in_what_stood_out_of_the_window(tokens: int) -> None:
+    ids = list(range(tokens))
+    for plain, each in zip(
+        cut_stretches(ids, [], 8192), build_stretches(ids, [], 8192), strict=True
+    ):
+        scored = scored_tokens(len(each))
+        repeated = scored // 4
+        assert each[:-repeated] == plain[:-repeated]
+        passage = each[-repeated:]
+        at = plain.index(passage[0])
+        assert plain[at : at + repeated] == passage
+        assert 64 <= at and at + repeated <= len(each) - scored - 256
 
 
 def test_pages_come_back_as_the_served_blocks_give_them() -> None:
