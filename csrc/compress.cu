@@ -513,8 +513,9 @@ HS_EXPORT int hs_rank_blocks(const float* losses, int* ranks, int rows, int cand
   if (rows == 0 || candidates == 0) return cudaSuccess;
   if (candidates > 12 * 1024) return cudaErrorInvalidValue;
   const int threads = candidates >= 1024 ? 1024 : (candidates + 31) / 32 * 32;
-  rank_kernel<<<rows, threads, candidates * 4, static_cast<cudaStream_t>(stream)>>>(losses, ranks,
-                                                                                   candidates);
+  const int bytes = (candidates + 3) / 4 * 16;  // whole vectors: the compiler reads no less
+  rank_kernel<<<rows, threads, bytes, static_cast<cudaStream_t>(stream)>>>(losses, ranks,
+                                                                           candidates);
   return cudaGetLastError();
 }
 

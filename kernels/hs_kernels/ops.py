@@ -371,7 +371,7 @@ def prefill_attention(
         from hs_kernels import cuda
 
         _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
-        if means is not None:
+        if means is not None and sparse_v:
             raise NotImplementedError("prefill kernels add no block means: unpack first")
         result: tuple[Tensor, Tensor] = cuda.prefill_attention(
             *(q, k, v, arena, refs, plan.cu_seqlens, plan.prefix_lens, plan.page_table),

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hs_runtime.policies import PRESETS
+from tests.support.calibrations import write_calibration
 from tests.support.checkpoints import tiny_llama
 from tests.support.engines import (
     Answer,
@@ -27,7 +29,7 @@ from tests.support.engines import (
     with_environment,
 )
 from tests.support.golden import Golden
-from tests.support.oracle import Greedy
+from tests.support.oracle import Calibrated, Greedy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,3 +180,17 @@ def test_dense_layers_are_never_pruned(
         (warm,) = engine.run(Ask(prompt, POLICIES[name], NEW))
         assert warm.cached > 0
         assert_near(f"{name}, cached", warm, want)
+
+
+def test_the_calibrated_pruner_answers_as_its_rules_say(
+    engines: Engines, model: Path, options: EngineOptions, tmp_path: Path
+) -> None:
+    """Block means are there for every policy, `dense` too."""
+    file = write_calibration(tmp_path / "calibration", model)
+    calibrated = replace(options, pruner="calibrated", calibration=file)
+    golden = Golden(model, Calibrated(load_file(file)))
+    golden.model.weights = {name: w.float() for name, w in golden.model.weights.items()}
+    engine, prompt = engines.get(calibrated), token_ids(LENGTH, 7)
+    for name in ("dense", "light", "balanced"):
+        (got,) = engine.run(Ask(prompt, POLICIES[name], NEW, logprob_start=0))
+        assert_near(name, got, golden.answer(calibrated, POLICIES[name], prompt, NEW))

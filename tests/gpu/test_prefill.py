@@ -137,6 +137,21 @@ def test_general_kernels_read_dense_pages(sparse: tuple[bool, bool]) -> None:
     assert_close("lse", lse, want_lse, LSE_TOLERANCE)
 
 
+def test_block_means_count_where_values_are_sparse_and_are_then_refused() -> None:
+    case = build_prefill_case(FORMATS[2], 2, 2, EDGES[1:], (0.0, 0.0))
+    slots = case.cache.arena.numel() // (2 * case.cache.fmt.sparse_bytes)
+    means = torch.ones((slots, 2, 128), dtype=torch.bfloat16, device="cuda")
+    given = (
+        *(x.cuda() for x in (case.q, case.k, case.v)),
+        *(case.cache.arena.cuda(), case.cache.refs.cuda(), on_device(case.plan)),
+        *(case.scale, case.cache.fmt),
+    )
+    out, _ = ops.prefill_attention(*given, sparse_k=False, sparse_v=False, means=means)
+    assert_close("out", out, oracle(case)[0])
+    with pytest.raises(NotImplementedError, match="block means"):
+        ops.prefill_attention(*given, sparse_k=False, sparse_v=True, means=means)
+
+
 def test_rows_of_any_stride() -> None:
     case = build_prefill_case(FORMATS[2], 2, 2, EDGES, (0.5, 0.5))
     heads, d = 2, 128
