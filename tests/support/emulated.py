@@ -70,10 +70,12 @@ def decode_attention(
     *,
     bulk: bool = True,
     behind_store: bool = False,
+    planned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [R, Hq, D] and lse [R, Hq]; what is not written is NaN. `seed` orders the warps; `bulk`
     is the kernel of sm_90, else that of sm_8x. With `behind_store` Q and the dense blocks of last
-    tokens are NaN until every thread waits for the kernel in front."""
+    tokens are NaN until every thread waits for the kernel in front. The shares are cut for the
+    refs `planned`, by default the case's own."""
     cache_, (rows, q_heads, head_dim) = case.cache, case.q.shape
     heads, pages = cache_.heads, cache_.refs.shape[1]
     arena = torch.empty(cache_.arena.numel() + 1024, dtype=torch.uint8)
@@ -116,8 +118,9 @@ def decode_attention(
     functions.decode_attention.restype = ctypes.c_bool
     pairs = heads * -(-group // columns)
     inputs = (refs, table, case.seq_lens)
+    planned = refs if planned is None else planned.contiguous()
     functions.plan_decode(
-        *map(_pointer, (*inputs, costs, boundaries, first_pages)),
+        *map(_pointer, (planned, table, case.seq_lens, costs, boundaries, first_pages)),
         *(rows, pages, heads, pairs, table.stride(0), ctas),
     )
     known = functions.decode_attention(

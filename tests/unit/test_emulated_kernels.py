@@ -70,6 +70,20 @@ def test_decode_agrees_with_the_copies_of_ampere(kind: tuple[int, int], group: i
     check_decode(kind, group, [330, 64, 200], ctas=3, means=True, bulk=False)
 
 
+@pytest.mark.parametrize("share", [(0.0, 0.0), (1.0, 1.0), (0.3, 0.8)], ids=str)
+def test_decode_needs_no_plan_of_its_own_layer(share: tuple[float, float]) -> None:
+    """One plan serves all layers of a step, whatever is sparse in them: of layers that stay dense
+    too."""
+    fmt = emulated.FORMATS[128]
+    case = build_decode_case(fmt, heads=2, group=4, lengths=[700, 64, 1025], share=share)
+    want, want_lse = naive_decode(case)
+    refs = case.cache.refs
+    for planned in (refs.abs(), -refs.abs()):
+        out, lse = emulated.decode_attention(case, 8, ctas=5, seed=1, planned=planned)
+        assert_close("out", out, want)
+        assert_close("lse", lse, want_lse, 2e-3)
+
+
 @pytest.mark.parametrize(
     "kind, group, pages, ctas",
     [
