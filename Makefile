@@ -7,7 +7,7 @@ READY  := $(VENV)/.installed
 ARGS   ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: serve doctor test check lint types integration soak kernels gpu bench format clean
+.PHONY: serve doctor test check lint types integration soak kernels gpu sanitize bench format clean
 .DEFAULT_GOAL := check
 
 serve: $(READY)        ## OpenAI-compatible server on 127.0.0.1:30000; ARGS="--model PATH --port N"
@@ -39,6 +39,12 @@ kernels: $(READY)      ## every kernel for every target (sm_80, 86, 89, 90a), in
 
 gpu: $(READY)          ## kernels against the reference; needs a CUDA device
 	$(BIN)/pytest tests/gpu $(ARGS)
+
+sanitize: $(READY)     ## the same under compute-sanitizer, which comes with the CUDA toolkit
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/pytest tests/gpu \
+		--ignore tests/gpu/test_engine.py -k "not 128k and not errors_are" $(ARGS)
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/pytest \
+		tests/gpu/test_decode.py tests/gpu/test_compress.py -k "one_block or both_sides" $(ARGS)
 
 bench: $(READY)        ## one JSON line per case; ARGS="--op decode --preset max"
 	$(BIN)/python tests/bench/bench.py $(ARGS)
