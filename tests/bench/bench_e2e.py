@@ -8,7 +8,7 @@ DIR holds a config.json; weights are SGLang's `--load-format dummy`, prompts are
 The arms stock (FlashAttention-3, bf16 KV) and fp8 (the same with fp8 KV) write what they measured
 to the scratch file, ours reads it there, so that all ran on one machine. TTFT is from sending to
 the first token, TPOT the time from the first to the last token over the tokens between, each the
-median of `--repeat` prompts.
+median of `--repeat` prompts, of more where they are short.
 
 Saturation (`--saturate LENGTH:ANSWER,...`): as many prompts of that length as the cache admits are
 sent at once and answered with so many tokens each. `window` is output tokens a second from the last
@@ -196,7 +196,9 @@ def main() -> None:
     parser.add_argument("--arm", choices=("stock", "fp8", "ours"), required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--lengths", default="32768,130048", help="of TTFT and TPOT; '' for none")
+    parser.add_argument(
+        "--lengths", default="512,4096,32768,130048", help="of TTFT and TPOT; '' for none"
+    )
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--repeat", type=int, default=2)
@@ -246,7 +248,8 @@ def main() -> None:
         profile(engine, (lengths or [full[0][0]])[0], policies[-1], args.profile / args.arm)
     for length in lengths:
         for policy in policies:
-            found = measure(engine, length, policy, args.tokens, args.repeat)
+            repeat = max(args.repeat, min(20, 32768 // length))  # short ones vary, and are cheap
+            found = measure(engine, length, policy, args.tokens, repeat)
             results[f"{length} {policy}"] = found
             times = {name: round(found[name], 5) for name in ("ttft", "tpot")}
             print(args.arm, length, policy, times, found["report"], flush=True)
