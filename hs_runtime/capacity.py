@@ -29,8 +29,8 @@ ANSWER_TOKENS: Final = 256
 # than those of V alone, so that of short prompts `max` may fit one less than `fast`.
 BOUNDS: Final = {
     "bytes": "",
-    "prefill": "one more would fit if all decoded; a prompt holds a segment's blocks in both forms "
-    "for a moment",
+    "prefill": "one more would fit once it decodes, but not while its prompt is prefilled: more of "
+    "it is dense then, or in both forms for a moment",
     "page ids": "bytes are left, but no page ids, which dense layers make as dear",
 }
 _AMPLE: Final = 1 << 40  # spare page ids: more than are made, however many requests SGLang runs

@@ -405,6 +405,9 @@ def doctor(
     dense_layers: Annotated[
         str, typer.Option(help="For --capacity: as for `serve`, e.g. 3,7,12 or costliest:8.")
     ] = "",
+    calibration: Annotated[
+        Path | None, typer.Option(help="For --capacity: as for `serve`.")
+    ] = None,
 ) -> None:
     """Say what this machine can serve, and what would stop it (exit code 1)."""
     from hs_runtime.doctor import examine
@@ -412,8 +415,12 @@ def doctor(
     try:
         if show_capacity:
             dense = _layers(dense_layers)
-            _print_capacity(_device_name(device), model, kv_cache, dense, as_json)
+            _print_capacity(_device_name(device), model, kv_cache, dense, calibration, as_json)
             return
+        if model != DEMO_MODEL or kv_cache or dense_layers or calibration:
+            raise ConfigError(
+                "--model, --kv-cache, --dense-layers and --calibration go with --capacity"
+            )
         report = examine(_device_name(device))
     except ConfigError as error:
         typer.secho(f"hs-runtime doctor: {error}", fg="red", err=True)
@@ -441,6 +448,7 @@ def _print_capacity(
     model: str,
     kv_cache: str,
     dense: tuple[int, ...] | Costliest,
+    calibration: Path | None,
     as_json: bool,
 ) -> None:
     from hs_runtime.capacity import (
@@ -465,22 +473,25 @@ def _print_capacity(
     if config is None:
         raise ConfigError(f"model: {model!r} is no folder on this disk")
     size = _size_bytes(kv_cache) if kv_cache else kv_bytes_of(devices[0], path, config)
-    file = _calibration_file(path, model == DEMO_MODEL, None)
+    file = _calibration_file(path, model == DEMO_MODEL, calibration)
     constants = _constants(dense_layers=_dense_layers(dense, file, path))
+    shape = KVShape.of(config, devices[0])
     context = int(config.get("max_position_embeddings") or LENGTHS[-1] + ANSWER_TOKENS)
     found = capacity(
-        KVShape.of(config, devices[0]),
+        shape,
         size,
         constants,
         [n for n in LENGTHS if n < context] or LENGTHS[:1],
         centered=file is not None,
     )
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        told = {"dtype": shape.format.dtype, "dense_layers": list(constants.dense_layers)}
+        typer.echo(json.dumps(asdict(found) | told, indent=2))
         return
     typer.echo(
-        f"{found.kv_bytes / 2**30:.2f} GiB of KV cache, {found.dense_tokens} tokens if all are "
-        f"dense. Requests at once, each with an answer of {found.answer_tokens} tokens:\n"
+        f"{found.kv_bytes / 2**30:.2f} GiB of KV cache in {shape.format.dtype}, "
+        f"{found.dense_tokens} tokens if all are dense. Requests at once, each with an answer of "
+        f"{found.answer_tokens} tokens:\n"
     )
     typer.echo("prompt  " + "".join(f"{name:>10}" for name in PRESETS))
     for length, fits in found.requests.items():

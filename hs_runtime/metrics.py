@@ -35,8 +35,8 @@ class Metrics:
     request_seconds: Histogram  # [preset] request received to its last byte
     in_flight: Gauge  # generation requests being served
     kv_bytes: Gauge  # [state] of the arenas of all layers, on this rank; they add up to the arenas
-    kv_blocks: Gauge  # [kind] blocks of one layer and kv head that are in use
-    dense_equivalent_bytes: Gauge  # what the used slots would take if all were dense
+    kv_blocks: Gauge  # [kind] blocks of one layer, whose form policies choose, and kv head
+    dense_equivalent_bytes: Gauge  # what those of all such layers and heads would take if all dense
     compressed_blocks: Counter  # [phase, kind] blocks given their form by a policy
     plan_seconds: Histogram  # [phase] time of the host in planning a batch and its compression
     evicted_bytes: Counter  # taken from the prefix tree
@@ -82,13 +82,13 @@ def metrics() -> Metrics:
         ),
         kv_blocks=Gauge(
             "hierasparse_kv_blocks",
-            "KV blocks in use, per layer and head.",
+            "KV blocks of requests and prefix cache, of a head and layer that is not kept dense.",
             ["kind"],
             multiprocess_mode=live,
         ),
         dense_equivalent_bytes=Gauge(
             "hierasparse_kv_dense_equivalent_bytes",
-            "Bytes of the used slots if all were dense.",
+            "Bytes of the KV blocks of requests and prefix cache if all were dense.",
             multiprocess_mode=live,
         ),
         compressed_blocks=Counter(

@@ -130,7 +130,9 @@ def test_the_command_prints_the_same_numbers_as_text_and_json(tmp_path: Path) ->
     as_json = CliRunner().invoke(app, [*words, "--json"])
     as_text = CliRunner().invoke(app, words)
     assert as_json.exit_code == as_text.exit_code == 0, as_json.output + as_text.output
-    found = json.loads(as_json.stdout)["requests"]
+    told = json.loads(as_json.stdout)
+    found = told["requests"]
+    assert (told["dtype"], told["dense_layers"]) == ("float32", [])
     assert (
         found["8192"]
         == capacity(KVShape.of(LLAMA_8B, CPU), 40 * GIB, ServerConstants()).requests[8192]
@@ -142,6 +144,8 @@ def test_the_command_prints_the_same_numbers_as_text_and_json(tmp_path: Path) ->
     assert ["8K", *(f"{found['8192'][name]}{marks[bounds[name]]}" for name in PRESETS)] in rows
     wrong = CliRunner().invoke(app, ["doctor", "--capacity", "--model", str(tmp_path / "no")])
     assert wrong.exit_code == 2 and "is no folder" in wrong.output
+    alone = CliRunner().invoke(app, ["doctor", "--dense-layers", "costliest:8"])
+    assert alone.exit_code == 2 and "go with --capacity" in alone.output
 
 
 # ---- fragmentation ------------------------------------------------------------------------------
