@@ -49,6 +49,7 @@ app = typer.Typer(
 
 _DEVICES = ("auto", "cpu", "cuda")
 _DEFAULTS = ServerConstants()
+_MEASURED_PRUNER = "calibrated"  # whose cost in each layer `calibrate` measures
 _MARKS = {"bytes": "", "prefill": "'", "page ids": "*"}  # of numbers, by what bounds them
 
 
@@ -159,9 +160,11 @@ def serve(
     if not pruner and not config.constants.calibration:
         typer.echo(
             f"no calibration of {config.model_name}: pruner {config.constants.pruner}, which loses "
-            f"more (make one with `hs-runtime calibrate --model {config.model_path}`)",
+            f"more ({_how_to_calibrate(config.model_path)})",
             err=True,
         )
+    if isinstance(dense, Costliest) and config.constants.pruner != _MEASURED_PRUNER:
+        typer.echo(_other_costs(config.constants.pruner), err=True)
     if dry_run:
         typer.echo(
             json.dumps(
@@ -272,7 +275,7 @@ def evaluate(
         run_layers,
         run_suites,
     )
-    from hs_runtime.evaluation.session import EvaluationError
+    from hs_runtime.evaluation.session import EvaluationError, Terminated
     from hs_runtime.evaluation.texts import bundled_texts, read_texts
 
     def say(line: str) -> None:
@@ -299,13 +302,16 @@ def evaluate(
         )
         file = Path(config.calibration_path) if config.calibration_path else None
         digest = _digest(file) if file else ""
-        costs = partial(_layer_costs, file) if file else None
+        costs = partial(_layer_costs, file, config.model_path)
         chosen = parse_arms(arms or [",".join(PRESETS)], config.constants, digest, costs)
         described = _model_config(config.model_path)
         for arm in chosen:
             _check_layers(arm.constants, described)
             if arm.constants.dense_layers:
                 say(f"{arm.name}: always dense are layers {_listed(arm.constants.dense_layers)}")
+        by_cost = [a for a in chosen if isinstance(dense, Costliest) or "costliest:" in a.name]
+        for other in sorted({arm.constants.pruner for arm in by_cost} - {_MEASURED_PRUNER}):
+            say(_other_costs(other))
         target = Target(
             device=probe_devices(_device_name(device))[0],
             model_path=config.model_path,
@@ -335,7 +341,12 @@ def evaluate(
         )
         typer.echo((output / TABLE).read_text(encoding="utf-8"))
         if wants_advice:
-            typer.echo(recommendation(rows, chosen, kl_budget))
+            own_pruner = "calibrated" if file else _DEFAULTS.pruner
+            typer.echo(recommendation(rows, chosen, kl_budget, own_pruner))
+    except KeyboardInterrupt as stop:
+        if not layers:  # they are measured in one go
+            say(f"stopped: the same command goes on with what is not done yet in {output}")
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     except (ConfigError, PolicyError, DemoModelError, EvaluationError) as error:
         typer.secho(f"hs-runtime eval: {error}", fg="red", err=True)
         raise typer.Exit(2) from None
@@ -360,6 +371,7 @@ def calibrate(
 
     The model reads the text with its own weights: for the statistics of its queries and keys, then
     once more for what pruning costs in each layer. That takes minutes for a small one on a CPU.
+    Costs of layers are those under the default --sink and --window, with all blocks between sparse.
     """
     from hs_runtime.calibration import FILE_NAME, read_layer_costs, save_calibration
     from hs_runtime.calibration.calibrate import calibrate as measure
@@ -371,7 +383,7 @@ def calibrate(
             raise ConfigError("device: 'cuda' and torch sees no CUDA device")
         path = str(ensure_demo_model()) if model == DEMO_MODEL else model
         if _model_config(path) is None:
-            raise ConfigError(f"model: {model!r} is no folder on this disk")
+            raise ConfigError(f"model: {model!r} is no folder on this disk (download it)")
         target = output or Path(path).expanduser() / FILE_NAME
         if not target.parent.is_dir():  # found before the model reads for minutes
             raise ConfigError(f"output: {target.parent} is no folder")
@@ -473,7 +485,7 @@ def _print_capacity(
     if config is None:
         raise ConfigError(f"model: {model!r} is no folder on this disk")
     size = _size_bytes(kv_cache) if kv_cache else kv_bytes_of(devices[0], path, config)
-    file = _calibration_file(path, model == DEMO_MODEL, calibration)
+    file = _calibration_file(path, model == DEMO_MODEL, calibration, dense)
     constants = _constants(dense_layers=_dense_layers(dense, file, path))
     shape = KVShape.of(config, devices[0])
     context = int(config.get("max_position_embeddings") or LENGTHS[-1] + ANSWER_TOKENS)
@@ -545,15 +557,15 @@ def _resolve(
     file = None
     by_cost = isinstance(dense, Costliest)
     if keep_file or by_cost or not pruner or _check_pruner(pruner).needs_calibration:
-        file = _calibration_file(config.model_path, is_demo, calibration)
+        without = "" if keep_file else ", or choose --pruner magnitude"
+        file = _calibration_file(config.model_path, is_demo, calibration, dense, without)
     elif calibration is not None:
         _existing(calibration, "calibration")  # not read: this pruner has no use for it
     chosen = pruner or ("calibrated" if file else _DEFAULTS.pruner)
     needed = _check_pruner(chosen).needs_calibration
     if needed and file is None:
         raise ConfigError(
-            f"pruner: {chosen!r} needs --calibration FILE (make one with `hs-runtime calibrate "
-            f"--model {config.model_path}`)"
+            f"pruner: {chosen!r} needs --calibration FILE ({_how_to_calibrate(config.model_path)})"
         )
     settled = {
         "chunk": plan.chunk,
@@ -576,8 +588,15 @@ def _fetched_demo_model() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _calibration_file(model_path: str, is_demo: bool, given: Path | None) -> Path | None:
-    """The calibration of a model, checked: the given file, else its own, else None."""
+def _calibration_file(
+    model_path: str,
+    is_demo: bool,
+    given: Path | None,
+    dense: tuple[int, ...] | Costliest,
+    without: str = "",
+) -> Path | None:
+    """The calibration of a model, checked: the given file, else its own, else None. Refusals name
+    the wish for dense layers that needs the file, and end in how to do `without`."""
     from hs_runtime.calibration import default_file, load_calibration
 
     is_folder = model_path != DEMO_MODEL and Path(model_path).expanduser().is_dir()
@@ -589,7 +608,13 @@ def _calibration_file(model_path: str, is_demo: bool, given: Path | None) -> Pat
     file = Path(_existing(given, "calibration")) if given else None
     file = file or default_file(model_path, is_demo=is_demo)
     if file is not None:
-        load_calibration(file, model_path if is_folder else None)
+        try:
+            load_calibration(file, model_path if is_folder else None)
+        except ConfigError as error:
+            if not isinstance(dense, Costliest):
+                raise ConfigError(f"{error}{without}") from error
+            numbers = " and layers by number" if without else ""
+            raise ConfigError(f"dense_layers='{dense}': {error}{without}{numbers}") from error
     return file
 
 
@@ -624,21 +649,41 @@ def _dense_layers(
     """The numbers of the layers; `file` is the model's calibration."""
     if not isinstance(wish, Costliest):
         return wish
-    if file is None:
-        raise ConfigError(
-            f"dense_layers: which {wish.count} layers cost most is in a calibration file, and "
-            f"there is none (make one with `hs-runtime calibrate --model {model_path}`)"
-        )
     try:
-        return wish.of(_layer_costs(file))
+        costs = _layer_costs(file, model_path)
+    except ConfigError as error:
+        raise ConfigError(f"dense_layers='{wish}': {error}") from error
+    try:
+        return wish.of(costs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _layer_costs(file: Path) -> list[float]:
+def _layer_costs(file: Path | None, model_path: str) -> list[float]:
     from hs_runtime.calibration import read_layer_costs
 
-    return read_layer_costs(file)
+    try:
+        if file is None:
+            raise ConfigError(
+                "which layers cost most is in a calibration file, and there is none: "
+                + _how_to_calibrate(model_path)
+            )
+        return read_layer_costs(file, model_path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or choose layers by number") from error
+
+
+def _other_costs(pruner: str) -> str:
+    return (
+        f"costs of layers were measured with pruner {_MEASURED_PRUNER}; with {pruner} others may "
+        "cost most"
+    )
+
+
+def _how_to_calibrate(model_path: str) -> str:
+    from hs_runtime.calibration import how_to_make
+
+    return how_to_make(model_path)
 
 
 def _listed(layers: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from hs_runtime.config import ConfigError
+from hs_runtime.config import DEMO_MODEL, ConfigError
 
 # Not *.safetensors: a loader of weights would take it for a part of the model.
 FILE_NAME: Final = "hierasparse.calibration"
@@ -41,7 +42,6 @@ VERSION: Final = 1
 _METADATA: Final = "hierasparse"
 _CONSTANTS: Final = ("permutation", "query_rms", "mean_score", "key_rms", "factor")
 _LAYER_COST: Final = "layer_cost"
-_MAKE: Final = "make one with `hs-runtime calibrate --model FOLDER`"
 _SAMPLE_BYTES: Final = 4096
 _SAMPLED: Final = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
 _CONFIG_KEYS: Final = (
@@ -107,6 +107,18 @@ def default_file(model_path: str, *, is_demo: bool) -> Path | None:
     return DEMO_FILE if is_demo else None
 
 
+def how_to_make(model_path: str | None) -> str:
+    """What errors advise who has no file that can be used; None stands for an unknown model."""
+    if model_path is None:
+        return "make one with `hs-runtime calibrate --model FOLDER`"
+    if model_path == DEMO_MODEL or Path(model_path).expanduser().is_dir():
+        return f"make one with `hs-runtime calibrate --model {shlex.quote(model_path)}`"
+    return (
+        f"`hs-runtime calibrate` needs a folder: download {model_path}, make one with `hs-runtime "
+        "calibrate --model FOLDER`, and give --model FOLDER here"
+    )
+
+
 def save_calibration(calibration: Calibration, path: Path) -> None:
     """Writes the file, whole or not at all; equal calibrations give equal bytes."""
     from safetensors.torch import save
@@ -140,41 +152,42 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 def load_calibration(path: Path, model_path: str | None = None) -> Calibration:
     """Reads and checks a file; with `model_path`, that it was made for the model in that folder.
 
-    Raises ConfigError that says what is wrong and what to do.
+    Raises ConfigError that says what is wrong and, at its end, what to do.
     """
     from safetensors import SafetensorError, safe_open
 
+    make = how_to_make(model_path)
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})[_METADATA])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         version = about["version"]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"calibration: {path} is no calibration file: {_MAKE}") from error
+        raise ConfigError(f"calibration: {path} is no calibration file: {make}") from error
     if version != VERSION:
         raise ConfigError(
-            f"calibration: {path} has format {version}, this version reads {VERSION}: {_MAKE}"
+            f"calibration: {path} has format {version}, this version reads {VERSION}: {make}"
         )
     try:
         calibration = _unpack(tensors, about)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"calibration: {path} is damaged ({error}): {_MAKE}") from error
+        raise ConfigError(f"calibration: {path} is damaged ({error}): {make}") from error
     if model_path is not None and fingerprint(model_path) != calibration.fingerprint:
         raise ConfigError(
             f"calibration: {path} was made for another model than {model_path} (its weights or "
-            f"its config differ): {_MAKE}, or choose --pruner magnitude"
+            f"its config differ): {make}"
         )
     return calibration
 
 
-def read_layer_costs(path: Path) -> list[float]:
+def read_layer_costs(path: Path, model_path: str | None = None) -> list[float]:
     """What pruning costs in each layer, in nats, as a file says. Raises ConfigError when it does
-    not."""
+    not, with advice for the model."""
     costs = load_calibration(path).layer_cost
     if costs is None:
         raise ConfigError(
             f"calibration: {path} does not say what pruning costs in each layer, since an earlier "
-            f"version made it: {_MAKE}"
+            f"version made it: {how_to_make(model_path)}"
         )
     measured: list[float] = costs.tolist()
     return measured
@@ -210,15 +223,18 @@ def _unpack(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Calibrat
     order = permutation.long().sort(-1).values
     if not bool((order == torch.arange(channels)).all()):
         raise ValueError("the permutation leaves channels out")
-    if not bool((factor.diagonal(dim1=-2, dim2=-1) > 0).all() and factor.isfinite().all()):
+    if not bool(factor.isfinite().all()):
+        raise ValueError("the factor is not finite")
+    if not bool((factor.diagonal(dim1=-2, dim2=-1) > 0).all()):
         raise ValueError("the factor has no positive diagonal")
     rest = {name: tensors[name] for name in ("query_rms", "mean_score", "key_rms")}
     for name, tensor in rest.items():
-        if tensor.shape != permutation.shape or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} is {list(tensor.shape)}, not {list(permutation.shape)}")
+        _check(name, tensor, [layers, heads, channels])
     costs = tensors.get(_LAYER_COST)
-    if costs is not None and (list(costs.shape) != [layers] or not bool(costs.isfinite().all())):
-        raise ValueError(f"{_LAYER_COST} is {list(costs.shape)}, not [{layers}]")
+    if costs is not None:
+        _check(_LAYER_COST, costs, [layers])
+        if bool((costs < 0).any()):
+            raise ValueError(f"{_LAYER_COST} is below 0")
     return Calibration(
         permutation=permutation.to(torch.int32),
         factor=factor,
@@ -228,6 +244,15 @@ def _unpack(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Calibrat
         layer_cost=costs,
         **rest,
     )
+
+
+def _check(name: str, tensor: Tensor, shape: list[int]) -> None:
+    if tensor.dtype != torch.float32:
+        raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not float32")
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)}, not {shape}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} is not finite")
 
 
 def fingerprint(model_path: str) -> str:

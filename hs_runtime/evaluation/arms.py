@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 from hs_runtime.config import ConfigError
@@ -55,6 +56,21 @@ class Arm:
             return json.dumps({"stock": FP8})
         values = {"policy": self.policy.to_json(), "constants": self.constants.as_dict()}
         return json.dumps(values, sort_keys=True)
+
+    def serve_options(self, own_pruner: str) -> list[str]:
+        """What tells `serve` to give this arm: its policy, and constants that are not the usual
+        ones. `own_pruner` is what `serve` takes unless told. Not of a stock arm."""
+        usual, mine = ServerConstants(pruner=own_pruner), self.constants
+        preset = self.policy.preset
+        words = ["--default-policy", self.policy.to_json() if preset == "custom" else preset]
+        for name in ("pruner", "segment", "window", "sink", "anchor"):
+            if getattr(mine, name) != getattr(usual, name):
+                words += [f"--{name}", str(getattr(mine, name))]
+        if mine.anchor == "chunk":
+            words += ["--chunked-prefill-size", str(mine.chunk)]
+        if mine.dense_layers:
+            words += ["--dense-layers", ",".join(map(str, mine.dense_layers))]
+        return words
 
 
 def parse_arm(
@@ -148,4 +164,11 @@ def parse_arms(
         raise ConfigError("arms: none given")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"arms: {', '.join(twice)} given twice")
+    for before, name in pairwise(names):
+        numbers = before.partition(f"{_LAYERS}=")[2].replace("/", "")
+        if numbers.isdecimal() and name.partition("+")[0].isdecimal():
+            raise ConfigError(
+                f"arms: {name!r} after {before!r} (',' separates arms, and '/' the layers of one: "
+                f"{before}/{name})"
+            )
     return [parse_arm(name, constants, calibration, costs) for name in names]

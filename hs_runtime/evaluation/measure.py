@@ -22,7 +22,7 @@ from hs_runtime.evaluation.model import Language
 from hs_runtime.evaluation.questions import Question
 from hs_runtime.evaluation.records import DECODE, PREFILL, Record, Records, Sums, inputs_digest
 from hs_runtime.evaluation.scores import score
-from hs_runtime.evaluation.session import Order, Reply, Session
+from hs_runtime.evaluation.session import Order, Reply, Session, terminated_in_order
 from hs_runtime.evaluation.tap import Job
 from hs_runtime.launch import plan_launch
 from hs_runtime.policies.policy import DENSE
@@ -101,8 +101,10 @@ def measure(
     arms: Sequence[Arm],
     items: Sequence[Item],
     records: Records,
+    say: Callable[[str], None],
 ) -> None:
-    """All arms on all items, but for what `records` holds; progress goes to stderr."""
+    """All arms on all items, but for what `records` holds; progress goes to stderr. SIGTERM ends it
+    as Ctrl-C does: KeyboardInterrupt, and no engine runs any more."""
     from tqdm import tqdm
 
     if any(arm.stock for arm in arms) and target.device.kind != "cuda":
@@ -112,8 +114,14 @@ def measure(
         groups.setdefault(_engine(arm), []).append(arm)
     plans = [list(_pending(target, group, items, records)) for group in groups.values()]
     references = References(target, records.folder / REFERENCES, plans)
-    total = sum(len(each.arms) for pending in plans for each in pending)
-    with tqdm(total=total, unit="case", file=sys.stderr, disable=None) as bar:
+    left = sum(len(each.arms) for pending in plans for each in pending)
+    total = len(items) * len(arms)
+    say(
+        f"{_counted(len(items), 'case')} under {_counted(len(arms), 'arm')}: {total - left} of "
+        f"{total} done, and what is done is kept in {records.folder}"
+    )
+    progress = tqdm(total=left, unit="case", file=sys.stderr, disable=None)
+    with terminated_in_order(), progress as bar:
         for pending in plans:
             if not pending:
                 continue
@@ -131,6 +139,10 @@ def measure(
                     records.add(record)
                     bar.update()
     references.remove_all()
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class References:
@@ -403,8 +415,8 @@ def _bytes(target: Target, arm: Arm, tokens: int, reply: Reply) -> tuple[int, in
 def measure_layers(
     target: Target, arm: Arm, prompts: Sequence[tuple[int, ...]], log: Path
 ) -> LayerStatistics:
-    """K and V of these prompts, prefilled densely one after the other."""
-    with target.session(arm, log, layers=True) as session:
+    """K and V of these prompts, prefilled densely one after the other. Ends as `measure` does."""
+    with terminated_in_order(), target.session(arm, log, layers=True) as session:
         for prompt in prompts:
             _run_all(session, [Order(prompt, DENSE)])
         return LayerStatistics.load(session.folder / FILE)

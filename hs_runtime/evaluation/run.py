@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -115,10 +116,9 @@ def run_suites(
     items = [
         item for suite in suites for item in build_items(suite, texts, language, wishes, longbench)
     ]
-    say(f"{len(items)} cases under {len(arms)} arms; finished ones are kept in {folder}")
     try:
         with FileLock(folder / ".lock", timeout=0):
-            measure(target, language, arms, items, records)
+            measure(target, language, arms, items, records, say)
     except Timeout:
         raise ConfigError(f"output: another evaluation is writing to {folder}") from None
     rows = write_tables(records, Path(target.model_path).name)
@@ -187,19 +187,34 @@ def run_layers(
     return table
 
 
-def recommendation(rows: Sequence[Row], arms: Sequence[Arm], budget: float) -> str:
-    """The cheapest arm within the budget as a sentence. ConfigError if none is."""
+def recommendation(
+    rows: Sequence[Row], arms: Sequence[Arm], budget: float, own_pruner: str = "magnitude"
+) -> str:
+    """The cheapest arm within the budget as a sentence, and how to serve it in another.
+    `own_pruner` is what `serve` takes unless told. ConfigError if no arm is within the budget."""
     row = recommend(rows, budget)
     if row is None:
         known = {row.arm: row.kl for row in rows if not math.isnan(row.kl)}
         listed = ", ".join(f"{arm} {kl:.4f}" for arm, kl in sorted(known.items(), key=_second))
         raise ConfigError(f"kl_budget: no arm is within {budget} (measured: {listed or 'none'})")
-    policy = next((arm.policy for arm in arms if arm.name == row.arm), None)
-    chosen = policy.preset if policy and policy.preset != "custom" else row.arm
     return (
-        f"recommended: {chosen} (KL {row.kl:.4f} of at most {budget}, KV cache "
-        f"{row.kv_share:.3f} of a dense one, worst suite {row.suite})"
+        f"recommended: {row.arm} (KL {row.kl:.4f} of at most {budget}, KV cache "
+        f"{row.kv_share:.3f} of a dense one, worst suite {row.suite})\n"
+        + _how_to_serve(row.arm, {arm.name: arm for arm in arms}.get(row.arm), own_pruner)
     )
+
+
+def _how_to_serve(name: str, arm: Arm | None, own_pruner: str) -> str:
+    from hs_runtime.policies.pruner import build_pruner  # torch, which `--help` need not wait for
+
+    if arm is None:
+        return f"An earlier run measured {name} in this folder: its options are those of that run."
+    if arm.stock:
+        return "SGLang gives it without this runtime, by --kv-cache-dtype fp8_e4m3."
+    if not build_pruner(arm.constants.pruner).is_stored:
+        return f"No server gives it: pruner {arm.constants.pruner} can only be simulated."
+    options = shlex.join(arm.serve_options(own_pruner))
+    return f"`serve` gives it, with --model and --calibration as here, by {options}"
 
 
 def _second(pair: tuple[str, float]) -> float:

@@ -29,6 +29,25 @@ class EvaluationError(RuntimeError):
     """The evaluation cannot go on; what is finished is kept. The message says why."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def terminated_in_order() -> Iterator[None]:
+    """SIGTERM unwinds what runs inside, as Ctrl-C does, so that no engine is left alone. For the
+    main thread."""
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """One request: `job` if it is teacher-forced, else at most `answer_tokens` free ones. A timed

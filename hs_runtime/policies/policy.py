@@ -348,13 +348,16 @@ class Costliest:
 
     count: int
 
+    def __str__(self) -> str:
+        return f"{_COSTLIEST}{self.count}"
+
     def of(self, costs: Sequence[float]) -> tuple[int, ...]:
         """The layers, by what pruning costs in each; the lower of two that cost the same.
         `ValueError` when some other number of them must be wished for."""
         layers = len(costs)
         if not 1 <= self.count < layers:
             raise ValueError(
-                f"dense_layers='{_COSTLIEST}{self.count}': the model has {layers} layers, choose "
+                f"dense_layers='{self}': the model has {layers} layers, choose "
                 f"from {_COSTLIEST}1 to {_COSTLIEST}{layers - 1}"
             )
         return tuple(sorted(sorted(range(layers), key=lambda i: (-costs[i], i))[: self.count]))
@@ -367,6 +370,10 @@ def parse_layers(text: str, separator: str = ",") -> tuple[int, ...] | Costliest
         count = text.removeprefix(_COSTLIEST)
         if count.isascii() and count.isdecimal():
             return Costliest(int(count))
+        raise ValueError(
+            f"dense_layers={text!r}: {count!r} is no number of layers, choose N of {_COSTLIEST}N "
+            "from 1 to one less than the model has"
+        )
     words = [word.strip() for word in text.split(separator)] if text else []
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise ValueError(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hs_runtime.evaluation.records import FILE, Record
@@ -29,15 +32,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def evaluate(model: Path, text: Path, output: Path, *options: str) -> Any:
+def command_line(model: Path, text: Path, output: Path, *options: str) -> list[str]:
     command = [str(Path(sys.executable).with_name("hs-runtime")), "eval", "--device", "cpu"]
     command += ["--model", str(model), "--text", str(text), "--output", str(output)]
     command += ["--segment", "128", "--window", "64", "--documents", "2", "--prompts", "1"]
     command += ["--suite", "kl@600,ruler@600,speed@500", "--streams", "2"]
     command += ["--steps", "70", "--scored-prompt", "200", "--chunked-prefill-size", "256"]
     command += ["--max-total-tokens", "8192", "--pruner", "magnitude"]
+    return [*command, *options]
+
+
+def evaluate(model: Path, text: Path, output: Path, *options: str) -> Any:
     done = subprocess.run(
-        [*command, *options],
+        command_line(model, text, output, *options),
         env=environment(),
         capture_output=True,
         text=True,
@@ -102,6 +109,32 @@ def test_arms_are_compared_with_dense_and_a_stopped_run_goes_on(
     assert asked["max"]["kv_share"] < asked["dense"]["kv_share"] == 1
     timed = {arm: rows["speed@500", arm]["values"] for arm in ("dense", "max")}
     assert all(values["TPOT ms"] > 0 and values["TTFT s"] > 0 for values in timed.values())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_run_leaves_no_engine(
+    tiny: Path, text: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    """Stopped while the engine loads, which takes longest to end."""
+    output = tmp_path / "out"
+    process = subprocess.Popen(
+        command_line(tiny, text, output, "--arms", "dense"),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (engines := psutil.Process(process.pid).children(recursive=True)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == code and "the same command goes on" in said, said[-3000:]
+    assert not any(each.is_running() for each in engines)
+    assert "Traceback" not in (output / "engine.log").read_text()
 
 
 def test_k_and_v_are_looked_at_by_layer(tiny: Path, text: Path, tmp_path: Path) -> None:

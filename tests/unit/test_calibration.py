@@ -91,7 +91,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     changes = {
         "leaves channels out": {"permutation": order},
         "no positive diagonal": {"factor": -tensors["factor"]},
-        "key_rms": {"key_rms": tensors["key_rms"][:, :, :32].contiguous()},
+        "the factor is not finite": {"factor": tensors["factor"] * torch.inf},
+        r"key_rms is \[2, 2, 32\], not \[2, 2, 64\]": {
+            "key_rms": tensors["key_rms"][:, :, :32].contiguous()
+        },
+        "query_rms is not finite": {"query_rms": tensors["query_rms"] * torch.nan},
+        "mean_score is float16, not float32": {"mean_score": tensors["mean_score"].half()},
         "damaged": {"factor": tensors["factor"][..., :7].contiguous()},
     }
     for message, change in changes.items():

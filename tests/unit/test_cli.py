@@ -27,6 +27,7 @@ from hs_runtime.config import (
 from hs_runtime.demo_model import MODEL_NAME, DemoModelError
 from hs_runtime.device import Device
 from hs_runtime.evaluation.model import Language
+from hs_runtime.evaluation.session import Terminated
 from tests.support.calibrations import write_calibration
 from tests.support.checkpoints import tiny_llama
 from tests.support.languages import language
@@ -395,7 +396,8 @@ def test_the_evaluation_measures_what_was_asked_for(
     monkeypatch.setattr(Language, "load", lambda path: language())
     asked: dict[str, Any] = {}
 
-    def measure(target: Any, language: Any, arms: Any, items: Any, records: Any) -> None:
+    def measure(*given: Any) -> None:
+        target, _, arms, items, records, _ = given
         asked.update(target=target, arms=arms, items=items, folder=records.folder)
 
     monkeypatch.setattr("hs_runtime.evaluation.run.measure", measure)
@@ -415,6 +417,22 @@ def test_the_evaluation_measures_what_was_asked_for(
     assert second.exit_code == 2 and "another evaluation is writing" in second.stderr
     advice = invoke("eval", *fixed, *words, "--arms", "light", "--recommend")
     assert advice.exit_code == 2 and "no arm is within 0.05 (measured: none)" in advice.stderr
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_stopped_evaluation_says_how_to_go_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: type, code: int
+) -> None:
+    (model / "config.json").write_text(json.dumps({"vocab_size": 320, "hidden_size": 64}))
+    monkeypatch.setattr(Language, "load", lambda path: language())
+
+    def measure(*_: Any) -> None:
+        raise stop
+
+    monkeypatch.setattr("hs_runtime.evaluation.run.measure", measure)
+    fixed = ("--device", "cpu", "--model", str(model), "--output", str(tmp_path / "out"))
+    result = invoke("eval", *fixed, "--suite", "kl@900", "--documents", "1", "--arms", "light")
+    assert result.exit_code == code and "the same command goes on" in result.stderr
 
 
 def test_a_pruner_without_calibration_does_not_look_at_the_one_beside_the_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,11 +42,11 @@ from hs_runtime.evaluation.run import (
     recommendation,
     write_tables,
 )
-from hs_runtime.evaluation.session import Order
+from hs_runtime.evaluation.session import Order, terminated_in_order
 from hs_runtime.evaluation.tap import TokenScores
 from hs_runtime.evaluation.texts import Text, bundled_texts, cut_documents, read_texts
 from hs_runtime.policies import PRESETS
-from hs_runtime.policies.policy import ServerConstants
+from hs_runtime.policies.policy import ServerConstants, parse_policy
 from tests.support.languages import language
 
 CONSTANTS = ServerConstants(chunk=2048)
@@ -106,6 +107,8 @@ def test_arms_are_separated_by_commas_and_named_once() -> None:
         parse_arms(["max,max"], CONSTANTS)
     with pytest.raises(ConfigError, match="none given"):
         parse_arms([" , "], CONSTANTS)
+    with pytest.raises(ConfigError, match=r"'5\+sink=0' .*max\+dense_layers=1/3/5\+sink=0\)"):
+        parse_arms(["dense,max+dense_layers=1/3,5+sink=0"], CONSTANTS)
 
 
 # ---- texts and cases ----------------------------------------------------------------------------
@@ -351,6 +354,36 @@ def test_the_cheapest_arm_within_the_budget_is_recommended() -> None:
         recommendation(rows, arms, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max+dense_layers=7/3", "by --default-policy max --dense-layers 3,7"),
+        ("max+pruner=random", "by --default-policy max --pruner random"),
+        (
+            "paper",
+            "by --default-policy max --pruner magnitude --anchor chunk --chunked-prefill-size 2048",
+        ),
+        ("light+window=512", "by --default-policy light --window 512"),
+        ("unstructured", "pruner unstructured can only be simulated"),
+        ("fp8", "--kv-cache-dtype fp8_e4m3"),
+    ],
+)
+def test_what_is_recommended_is_the_arm_and_how_to_serve_it(name: str, said: str) -> None:
+    calibrated = replace(CONSTANTS, pruner="calibrated")
+    arms = parse_arms([f"max,{name}"], calibrated, "digest")
+    rows = rows_of([record("kl", "max", "a", (0.9,)), record("kl", name, "a", (0.1,))])
+    first, second = recommendation(rows, arms, 0.2, "calibrated").splitlines()
+    assert first.startswith(f"recommended: {name} (KL 0.1000")
+    assert second.removesuffix(".").endswith(said)
+    assert "An earlier run measured" in recommendation(rows, arms[:1], 0.2)
+
+
+def test_a_policy_without_a_name_is_served_by_its_numbers() -> None:
+    (arm,) = parse_arms(["decode=0.5/1"], CONSTANTS)
+    words = arm.serve_options("magnitude")
+    assert words[0] == "--default-policy" and parse_policy(words[1]) == arm.policy
+
+
 ABOUT = {"model": "model", "text": "texts", "device": "CPU", "date": "2026-01-01"}
 
 
@@ -416,7 +449,24 @@ def test_one_reference_serves_all_engines(tmp_path: Path) -> None:
 def test_fp8_is_refused_without_a_device(tmp_path: Path) -> None:
     target = Target(Device("cpu", "CPU", 1), "model", None, "weights", 100)
     with pytest.raises(ConfigError, match="fp8"):
-        measure(target, language(), parse_arms(["fp8"], CONSTANTS), [], Records(tmp_path))
+        measure(target, language(), parse_arms(["fp8"], CONSTANTS), [], Records(tmp_path), print)
+
+
+def test_how_much_is_done_is_said_at_the_start(tmp_path: Path) -> None:
+    target = Target(Device("cpu", "CPU", 1), "model", None, "weights", 100)
+    case, arms = Case("kl", "a", (1, 2, 3), 1, (2,)), parse_arms(["light,max"], CONSTANTS)
+    records, said = Records(tmp_path), list[str]()
+    for arm in arms:
+        records.add(record("kl", arm.name, "a", inputs=item_inputs(target, arm, case)))
+    measure(target, language(), arms, [case], records, said.append)
+    assert said == [f"1 case under 2 arms: 2 of 2 done, and what is done is kept in {tmp_path}"]
+
+
+def test_being_terminated_unwinds_as_an_interrupt_does() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), terminated_in_order():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:

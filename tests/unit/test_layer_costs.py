@@ -176,12 +176,23 @@ def test_a_file_is_known_by_what_decides_how_blocks_are_pruned(tmp_path: Path) -
     assert digest(DEMO_FILE) == "cff0d961d56b72169f3a06baca23a34b85ad05ca16900c018225ebabaeb65102"
 
 
-@pytest.mark.parametrize("costs", [(1.0, 2.0), (1.0, 2.0, float("nan"), 4.0)])
-def test_costs_that_cannot_be_are_refused(tmp_path: Path, costs: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("costs", "said"),
+    [
+        (torch.tensor([1.0, 2.0]), r"is \[2\], not \[4\]"),
+        (torch.ones(4, 1), r"is \[4, 1\], not \[4\]"),
+        (torch.tensor([1.0, 2.0, torch.nan, 4.0]), "is not finite"),
+        (torch.tensor([1.0, 2.0, torch.inf, 4.0]), "is not finite"),
+        (torch.tensor([1.0, 2.0, -0.5, 4.0]), "is below 0"),
+        (torch.tensor([1, 2, 3, 4]), "is int64, not float32"),
+        (torch.ones(4, dtype=torch.float64), "is float64, not float32"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(tmp_path: Path, costs: torch.Tensor, said: str) -> None:
     path = with_costs(tmp_path / "file")
     about = {"hierasparse": json.dumps({"version": 1, "fingerprint": "", "text": "", "tokens": 0})}
-    save_file(load_file(path) | {"layer_cost": torch.tensor(costs)}, path, about)
-    with pytest.raises(ConfigError, match="layer_cost"):
+    save_file(load_file(path) | {"layer_cost": costs}, path, about)
+    with pytest.raises(ConfigError, match=rf"damaged \(layer_cost {said}\)"):
         load_calibration(path)
 
 
@@ -205,6 +216,8 @@ def test_the_costliest_layers_by_number_and_the_lower_of_two_that_cost_the_same(
     for text in ("costliest", "costliest:", "costliest:-1", "costliest:1.5", "costliest:3,7"):
         with pytest.raises(ValueError, match="costliest:N"):
             parse_layers(text)
+    with pytest.raises(ValueError, match=r"'x' is no number .* from 1 to one less than the model"):
+        parse_layers("costliest:x")
 
 
 def test_an_arm_names_layers_by_cost() -> None:
@@ -266,11 +279,55 @@ def test_what_cannot_be_chosen_is_refused(model: Path, tmp_path: Path, first: st
         assert code == 2, printed
         return " ".join(printed.split())
 
-    assert "calibration file" in refusal(2)
+    def is_helpful(said: str) -> bool:
+        way_out = f"`hs-runtime calibrate --model {model}`, or choose layers by number"
+        return "costliest:2': " in said and said.endswith(way_out)
+
+    assert is_helpful(refusal(2)) and "there is none" in refusal(2)
     save_calibration(
         random_calibration(LAYERS, fingerprint=fingerprint(str(model))), model / FILE_NAME
     )
-    assert "does not say what pruning costs" in refusal(2)
+    assert is_helpful(refusal(2)) and "does not say what pruning costs" in refusal(2)
     with_costs(model / FILE_NAME, model)
     for count in (0, 4):
         assert "choose from costliest:1 to costliest:3" in refusal(count)
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_the_wish_that_needs_it(model: Path) -> None:
+    file = model / FILE_NAME
+    fixed = ("--device", "cpu", "--model", str(model))
+    for data in (b"", with_costs(file, model).read_bytes()[:-4]):
+        file.write_bytes(data)
+        for words, way_out in {
+            ("serve", "--dry-run"): ", or choose --pruner magnitude and layers by number",
+            ("doctor", "--capacity"): "",
+        }.items():
+            code, printed = command(*words, *fixed, "--dense-layers", "costliest:2")
+            said = " ".join(printed.split())
+            assert code == 2 and f"dense_layers='costliest:2': calibration: {file} is" in said
+            assert said.endswith(f"`hs-runtime calibrate --model {model}`{way_out}")
+    code, printed = command("serve", "--dry-run", *fixed)
+    assert code == 2 and printed.rstrip().endswith("or choose --pruner magnitude")
+    by_number = ("--pruner", "magnitude", "--dense-layers", "1,2")
+    assert served_layers("--model", str(model), *by_number) == [1, 2], "which is the way out"
+
+
+def test_calibrating_a_model_of_a_hub_takes_its_folder() -> None:
+    words = ("serve", "--dry-run", "--device", "cpu", "--model", "hub/name")
+    for wish in (("--dense-layers", "costliest:2"), ("--pruner", "calibrated"), ()):
+        _, printed = command(*words, *wish)
+        assert "`hs-runtime calibrate` needs a folder: download hub/name" in printed
+
+
+def test_costs_under_another_pruner_are_said_to_be_so(model: Path) -> None:
+    with_costs(model / FILE_NAME, model)
+    words = ("serve", "--dry-run", "--device", "cpu", "--model", str(model))
+    note = "costs of layers were measured with pruner calibrated; with magnitude"
+    by_cost = (*words, "--dense-layers", "costliest:2")
+    assert note in command(*by_cost, "--pruner", "magnitude")[1]
+    assert note not in command(*by_cost)[1]
+    assert note not in command(*words, "--dense-layers", "0,2", "--pruner", "magnitude")[1]
+    arms = "max+dense_layers=costliest:2,light+pruner=magnitude+dense_layers=costliest:2"
+    fixed = ("--device", "cpu", "--model", str(model), "--output", str(model / "out"))
+    refused_later = ("--suite", "longbench")
+    assert command("eval", *fixed, "--arms", arms, *refused_later)[1].count(note) == 1
