@@ -357,7 +357,8 @@ def prefill_attention(
     `sparse_k` or `sparse_v` False promises that no ref of that side before a frontier is sparse,
     and takes a faster kernel; a promise broken is an error on the device. `scale` is positive.
     With `means` [sparse slots, Hkv, D] a V block behind a sparse ref is what is stored there plus
-    the mean of its slot.
+    the mean of its slot; the CUDA kernels do not add them (NotImplementedError with `sparse_v`),
+    `expand_blocks` does.
     """
     _check_queries(q, refs, fmt)
     expected = (q.shape[0], refs.shape[2], fmt.head_dim)

@@ -6,7 +6,7 @@
 Prompts are passages of the Python language reference that comes with the interpreter. An answer
 counts up to its first token that differs (a flip); a flip is explained by how far apart the CPU
 held the two tokens. `largest_distance` is that of the log-probabilities that both give the CPU's
-tokens. One JSON line for each policy, bench `quality`, part `greedy tokens`.
+tokens, `without_distance` how many of those are not among the ten most likely here. One JSON line for each policy, bench `quality`, part `greedy tokens`.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def compare(policy: str, pruner: str, got: list[Any], want: list[Any]) -> dict[s
     compared = equal = 0
     flips = []
     distances = []  # of a token's log-probability, where both had the same tokens before
+    unlikely = 0  # tokens of the CPU that are not even among ours that were kept
     for number, (ours, reference) in enumerate(zip(got, want, strict=True)):
         pairs = list(zip(ours["tokens"], reference["tokens"], strict=True))
         same = [a == b for a, b in pairs]
@@ -119,6 +120,8 @@ def compare(policy: str, pruner: str, got: list[Any], want: list[Any]) -> dict[s
         )[: first + 1]:
             if (token := str(wanted)) in found:
                 distances.append(abs(found[token] - known[token]))
+            else:
+                unlikely += 1
         if first < len(same):
             likely = reference["likely"][first]
             mine, theirs = (str(token) for token in pairs[first])
@@ -135,6 +138,7 @@ def compare(policy: str, pruner: str, got: list[Any], want: list[Any]) -> dict[s
         "ratio": equal / compared,
         "flips": flips,
         "largest_distance": max(distances),
+        "without_distance": unlikely,
         "unexplained": len(unexplained),
     }
 
