@@ -215,7 +215,7 @@ class RequestStorage:
             for state in self.active.values():
                 if state.position <= state.n:
                     changing += changing_slots(rules, state.policy, state.n)
-            if not fits_while_changing(fits, need, changing):
+            if not fits_while_changing(fits, self.sizes, need, changing):
                 return False
         pages = reserved_pages + rules.pages(n) - hit // rules.page
         if self.page_bytes:

@@ -120,10 +120,18 @@ def changing_slots(rules: Lifecycle, policy: SparsityPolicy, n: int) -> int:
     return max(0, after.sparse - before.sparse)
 
 
-def fits_while_changing(fits: Callable[[int, int], bool], slots: Slots, changing: int) -> bool:
+def fits_while_changing(
+    fits: Callable[[int, int], bool], sizes: BlockSizes, slots: Slots, changing: int
+) -> bool:
     """Whether `changing` dense slots can turn sparse one by one: each sparse one is taken before
-    its dense one returns, and either kind may need a superblock for a single slot."""
-    return all(fits(slots.dense - k, slots.sparse + k + 1) for k in range(changing))
+    its dense one returns, and either kind may need a superblock for a single slot.
+
+    With D dense and S > D sparse slots a superblock, D S slots that turn free S superblocks and
+    take D, so what fits for the first D S fits for all.
+    """
+    period = sizes.dense_per_superblock * sizes.sparse_per_superblock
+    steps = range(min(changing, period))
+    return all(fits(slots.dense - k, slots.sparse + k + 1) for k in steps)
 
 
 def private_pages(rules: Lifecycle, policy: SparsityPolicy, n: int) -> int:
@@ -171,6 +179,7 @@ def requests_at_once(
         whole = others.plus(last)
         fits = sizes.superblocks(whole) <= superblocks and fits_while_changing(
             lambda dense, sparse: sizes.superblocks(Slots(dense, sparse)) <= superblocks,
+            sizes,
             whole,
             changing,
         )

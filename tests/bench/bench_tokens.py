@@ -6,7 +6,8 @@
 Prompts are passages of the Python language reference that comes with the interpreter. An answer
 counts up to its first token that differs (a flip); a flip is explained by how far apart the CPU
 held the two tokens. `largest_distance` is that of the log-probabilities that both give the CPU's
-tokens, `without_distance` how many of those are not among the ten most likely here. One JSON line for each policy, bench `quality`, part `greedy tokens`.
+tokens, `without_distance` how many of those are not among the ten most likely here. One JSON line
+for each policy, bench `quality`, part `greedy tokens`.
 """
 
 from __future__ import annotations

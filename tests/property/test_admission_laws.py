@@ -18,6 +18,7 @@ from hs_runtime.scheduler.admission import (
     Slots,
     decode_form,
     decode_growth,
+    fits_while_changing,
     prefill_form,
     prefill_need,
     request_need,
@@ -158,6 +159,26 @@ def test_a_hit_never_makes_a_prompt_dearer(
     warm = prefill_need(rules, policy, n, hit).plus(cached)
     cold = prefill_need(rules, policy, n, 0)
     assert warm.dense <= cold.dense and warm.sparse <= cold.sparse
+
+
+@given(
+    formats,
+    st.integers(0, 3000),
+    st.integers(0, 3000),
+    st.integers(0, 1500),
+    st.integers(-1, 2),
+)
+def test_the_first_slots_to_turn_sparse_speak_for_all(
+    fmt: BlockFormat, dense: int, sparse: int, changing: int, spare: int
+) -> None:
+    sizes = sizes_of(fmt)
+    superblocks = sizes.superblocks((dense, sparse)) + spare
+
+    def fits(dense: int, sparse: int) -> bool:
+        return sizes.superblocks((dense, sparse)) <= superblocks
+
+    one_by_one = all(fits(dense - k, sparse + k + 1) for k in range(changing))
+    assert fits_while_changing(fits, sizes, Slots(dense, sparse), changing) == one_by_one
 
 
 def test_the_need_of_a_small_case_by_hand() -> None:
