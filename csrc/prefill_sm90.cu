@@ -191,7 +191,9 @@ struct Config {
   static constexpr int kWords = kInfo + kStages * int(sizeof(StepInfo));
   static constexpr int kItems = kWords + 4 * int(sizeof(Words));
   static constexpr int kBarriers = (kItems + 2 * 48 + 15) / 16 * 16;
-  static constexpr int kBytes = kBarriers + 8 * (2 + 4 * kStages + 5);
+  static constexpr int kHanded = kBarriers + 8 * (2 + 4 * kStages + 5);  // two indices of pairs
+  static constexpr int kPairBarriers = kHanded + 8;
+  static constexpr int kBytes = kPairBarriers + 8 * (2 * kStages + 1);
   static_assert(kBytes <= 232448, "shared memory of one CTA");
 };
 
@@ -207,6 +209,12 @@ struct Barriers {
   __device__ uint32_t item_full(int s) const { return base + 16 + 8 * (4 * C::kStages + s); }
   __device__ uint32_t item_empty(int s) const { return base + 16 + 8 * (4 * C::kStages + 2 + s); }
   __device__ uint32_t begun() const { return base + 16 + 8 * (4 * C::kStages + 4); }
+  // Of pairs: the other CTA's stage is free too; an index has been handed over.
+  __device__ uint32_t k_ready(int s) const {
+    return base + C::kPairBarriers - C::kBarriers + 8 * s;
+  }
+  __device__ uint32_t v_ready(int s) const { return k_ready(C::kStages + s); }
+  __device__ uint32_t handed() const { return k_ready(2 * C::kStages); }
 };
 
 // --- producers -----------------------------------------------------------------------------------
@@ -250,11 +258,30 @@ __device__ int4 extent_of(const Item& item, const Runs& runs, int e) {
   return make_int4((runs.refs - 1 - e + runs.tail) * kBlockSize, 0, kBlockSize, 0);
 }
 
-template <class C, int Side>
-__device__ __forceinline__ void produce_item(const Params& p, const Item& item, int kv_head,
-                                             char* smem, uint32_t base, const Barriers<C>& bar,
+// Q of an item, once consumers no longer need that of the one before.
+template <class C>
+__device__ __forceinline__ void produce_q(const Params& p, const char* smem, uint32_t slot,
+                                          uint32_t base, const Barriers<C>& bar) {
+  barrier_wait(bar.q_empty(), slot ^ 1);  // items alternate between two slots
+  if (threadIdx.x % 32 == 0) {
+    const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + slot * 48);
+    const int head = *reinterpret_cast<const int*>(&item + 1);
+    barrier_arrive_expecting(bar.q_full(), kRows * C::D * 2);
+#pragma unroll
+    for (int c = 0; c < C::kChunks; c++)
+      copy_box<false>(base + C::kQ + c * kRows * 128, &p.q, bar.q_full(), c * kChunk, head,
+               item.start + item.offset);
+  }
+  __syncwarp();
+}
+
+template <class C, int Side, bool Pair>
+__device__ __forceinline__ void produce_item(const Params& p, uint32_t slot, char* smem,
+                                             uint32_t base, const Barriers<C>& bar,
                                              Ring<C::kStages>& ring, uint32_t& begun_parity,
                                              uint32_t& chunk) {
+  const Item& item = *reinterpret_cast<const Item*>(smem + C::kItems + slot * 48);
+  const int kv_head = *reinterpret_cast<const int*>(&item + 1) / (p.q_heads / p.kv_heads);
   constexpr bool kMixed = Side == 0 ? C::kMixedK : C::kMixedV;
   constexpr bool kChunkMajor = Side == 0 && !C::kMixedK;  // K as one operand of 128 rows
   const int lane = threadIdx.x % 32;
@@ -281,11 +308,14 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
 #pragma unroll 1
     for (int e = 0; e < count; e += 2) {
       const int st = ring.slot;
-      Source source[2];
+      // The blocks that this CTA copies: of a pair one each, to both.
+      constexpr int kBlocks = Pair ? 1 : 2;
+      const uint32_t first_block = Pair ? cluster_rank() : 0;
+      Source source[kBlocks];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        source[h].kind = __shfl_sync(~0u, mine.kind, e + h);
-        source[h].where = __shfl_sync(~0u, mine.where, e + h);
+      for (int h = 0; h < kBlocks; h++) {
+        source[h].kind = __shfl_sync(~0u, mine.kind, e + first_block + h);
+        source[h].where = __shfl_sync(~0u, mine.where, e + first_block + h);
         if (!kMixed && source[h].kind == kSparse)
           __trap();  // the caller said that this side is dense
       }
@@ -300,28 +330,38 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
         if (Side == 0 && e == 0) words->k_sparse = sparse_bits, words->masked = masked_bits;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          bytes += kMixed && source[h].kind == kSparse ? C::kSparseBytes : C::kDenseBytes;
+          bytes += kMixed && (sparse_bits >> (e + h) & 1) ? C::kSparseBytes : C::kDenseBytes;
           if constexpr (Side == 0) {
             auto* info = reinterpret_cast<StepInfo*>(smem + C::kInfo) + st;
             info->block[h] = extent_of(item, runs, first + e + h);
           }
         }
         barrier_arrive_expecting(full, bytes);
+        if constexpr (Pair) {
+          // The other CTA may copy to this stage before this one's bytes are expected: the phase
+          // lacks the arrival above, and the one before has ended.
+          const uint32_t ready = Side == 0 ? bar.k_ready(st) : bar.v_ready(st);
+          remote_arrive(address_in(cluster_rank() ^ 1, ready));
+          barrier_wait(ready, ring.parity);
+        }
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < kBlocks; h++) {
+          const int place = first_block + h;
           if (kMixed && source[h].kind == kSparse) {
-            copy_bytes(stage + h * C::kDenseBytes,
-                       p.arena_bytes + size_t(source[h].where) * C::kSparseBytes, C::kSparseBytes,
-                       full);
+            copy_bytes<Pair>(stage + place * C::kDenseBytes,
+                             p.arena_bytes + size_t(source[h].where) * C::kSparseBytes,
+                             C::kSparseBytes, full);
           } else {
 #pragma unroll
             for (int c = 0; c < C::kChunks; c++) {
-              const uint32_t to = stage + (kChunkMajor ? c * 2 * kChunkBytes + h * kChunkBytes
-                                                       : h * C::kDenseBytes + c * kChunkBytes);
+              const uint32_t to =
+                  stage + (kChunkMajor ? c * 2 * kChunkBytes + place * kChunkBytes
+                                       : place * C::kDenseBytes + c * kChunkBytes);
               if (source[h].kind == kOwn)
-                copy_box(to, Side == 0 ? &p.k : &p.v, full, c * kChunk, kv_head, source[h].where);
+                copy_box<Pair>(to, Side == 0 ? &p.k : &p.v, full, c * kChunk, kv_head,
+                               source[h].where);
               else
-                copy_box(to, &p.arena, full, c * kChunk, source[h].where);
+                copy_box<Pair>(to, &p.arena, full, c * kChunk, source[h].where);
             }
           }
         }
@@ -347,21 +387,36 @@ __device__ __forceinline__ void produce_item(const Params& p, const Item& item, 
   }
 }
 
-template <class C>
+template <class C, bool Pair>
 __device__ void produce(const Params& p, char* smem, uint32_t base, const Barriers<C>& bar) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp > 1) return;
-  const int group = p.q_heads / p.kv_heads;
   Ring<C::kStages> ring;
   Ring<2> slots;
-  uint32_t q_parity = 1, begun_parity = 0, chunk = 0;
+  uint32_t begun_parity = 0, chunk = 0;
   for (;;) {
     int* slot = reinterpret_cast<int*>(smem + C::kItems + slots.slot * 48);
     int index;
     if (warp == 0) {
       if (lane == 0) {
-        index = atomicAdd(p.next, 1);
-        if (index >= p.num_items) index = -1;
+        if constexpr (Pair) {
+          // Two heads at a time. CTA 0 hands the index on: a word in turn is free, since this warp
+          // has seen the other CTA's one wait for stages of the item that came after its last use.
+          const uint32_t word = base + C::kHanded + 4 * slots.slot;
+          if (cluster_rank() == 0) {
+            index = 2 * atomicAdd(p.next, 1);
+            if (index >= p.num_items) index = -1;
+            remote_store(address_in(1, word), index, address_in(1, bar.handed()));
+          } else {
+            barrier_arrive_expecting(bar.handed(), 4);
+            barrier_wait(bar.handed(), slots.slot);  // an item is a phase
+            index = *reinterpret_cast<const volatile int*>(smem + C::kHanded + 4 * slots.slot);
+            if (index >= 0) index++;
+          }
+        } else {
+          index = atomicAdd(p.next, 1);
+          if (index >= p.num_items) index = -1;
+        }
       }
       index = __shfl_sync(~0u, index, 0);
       barrier_wait(bar.item_empty(slots.slot), slots.parity ^ 1);
@@ -381,23 +436,12 @@ __device__ void produce(const Params& p, char* smem, uint32_t base, const Barrie
       }
     }
     barrier_wait(bar.item_full(slots.slot), slots.parity);
-    const Item& item = *reinterpret_cast<const Item*>(slot);
-    const int head = slot[8];
-    if (head < 0) return;
+    if (slot[8] < 0) return;
     if (warp == 0) {
-      barrier_wait(bar.q_empty(), q_parity);
-      q_parity ^= 1;
-      if (lane == 0) {
-        barrier_arrive_expecting(bar.q_full(), kRows * C::D * 2);
-#pragma unroll
-        for (int c = 0; c < C::kChunks; c++)
-          copy_box(base + C::kQ + c * kRows * 128, &p.q, bar.q_full(), c * kChunk, head,
-                   item.start + item.offset);
-      }
-      __syncwarp();
-      produce_item<C, 0>(p, item, head / group, smem, base, bar, ring, begun_parity, chunk);
+      produce_q<C>(p, smem, slots.slot, base, bar);
+      produce_item<C, 0, Pair>(p, slots.slot, smem, base, bar, ring, begun_parity, chunk);
     } else {
-      produce_item<C, 1>(p, item, head / group, smem, base, bar, ring, begun_parity, chunk);
+      produce_item<C, 1, Pair>(p, slots.slot, smem, base, bar, ring, begun_parity, chunk);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bar.item_empty(slots.slot));
@@ -596,6 +640,45 @@ __device__ __forceinline__ void write_rows(const Params& p, const Item& item, in
   }
 }
 
+// Writes output rows from accumulators of O = P V, straight to global memory: lanes of four that
+// share a row exchange pieces, so that each stores 16 bytes and the four of them 64.
+template <class C>
+__device__ __forceinline__ void write_fragments(const Params& p, const Item& item, int head,
+                                                const float (&o)[C::D / 2],
+                                                const float (&inverse)[2]) {
+  using T = typename C::T;
+  const Place at = place_now();
+  const bool odd = at.q & 1, high = at.q & 2;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = item.start + at.warpgroup * kWarpgroupRows + at.warp * 16 + at.g + 8 * h;
+    const bool valid = row >= item.prefix && row < item.end;
+    T* to = static_cast<T*>(p.out) +
+            (size_t(row + item.offset) * p.q_heads + head) * C::D + at.q * 8;
+#pragma unroll
+    for (int j = 0; j < C::D / 32; j++) {
+      uint32_t x[4];  // of four pieces of 8 columns, this lane's two columns
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const float* d = o + 16 * j + 4 * c + 2 * h;
+        x[c] = pack<T>(d[0] * inverse[h], d[1] * inverse[h]);
+      }
+      // A transpose of 4 x 4 words: of 2 x 2 between neighbours, then between pairs.
+#pragma unroll
+      for (int c = 0; c < 4; c += 2) {
+        const uint32_t got = __shfl_xor_sync(~0u, odd ? x[c] : x[c + 1], 1);
+        (odd ? x[c] : x[c + 1]) = got;
+      }
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const uint32_t got = __shfl_xor_sync(~0u, high ? x[c] : x[c + 2], 2);
+        (high ? x[c] : x[c + 2]) = got;
+      }
+      if (valid) *reinterpret_cast<uint4*>(to + 32 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
 __device__ __forceinline__ void write_lse(const Params& p, const Item& item, int head, int row,
                                           float reference, float sum) {
   if (row >= item.prefix && row < item.end)
@@ -606,49 +689,38 @@ __device__ __forceinline__ float safe(float reference) {
   return reference == -INFINITY ? 0.f : reference;
 }
 
-// S = Q K^T, rows are queries. A thread has rows g and g + 8 of its warp's 16.
+// S = Q K^T, rows are queries. A thread has rows g and g + 8 of its warp's 16, of scores and of Q,
+// which stays in registers: what the first product reads from shared memory halves.
 template <class C>
 struct RowScores {
   using T = typename C::T;
-  // Beside O^T there is room for Q, which halves what the first product reads from shared memory.
-  static constexpr bool kQInRegisters = C::kMixedV;
   float s[64];
   float m[2], l[2];  // reference of the exponents (base 2) and this thread's share of the sum
-  uint4 qf[kQInRegisters ? C::D / 16 : 1];
+  uint4 qf[C::D / 16];
 
   __device__ __forceinline__ void begin(const char* smem, uint32_t base, const Place& at) {
     m[0] = m[1] = -INFINITY;
     l[0] = l[1] = 0.f;
-    if constexpr (kQInRegisters) {
-      const int row = at.warpgroup * kWarpgroupRows + at.warp * 16 + at.lane % 16;
+    const int row = at.warpgroup * kWarpgroupRows + at.warp * 16 + at.lane % 16;
 #pragma unroll
-      for (int k = 0; k < C::D / 16; k++) {
-        const uint32_t from = base + C::kQ + k / 4 * kRows * 128 + row * 128 +
-                              ((k % 4 * 2 + at.lane / 16 ^ row % 8) << 4);
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(qf[k].x), "=r"(qf[k].y), "=r"(qf[k].z), "=r"(qf[k].w)
-                     : "r"(from));
-      }
+    for (int k = 0; k < C::D / 16; k++) {
+      const uint32_t from = base + C::kQ + k / 4 * kRows * 128 + row * 128 +
+                            ((k % 4 * 2 + at.lane / 16 ^ row % 8) << 4);
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(qf[k].x), "=r"(qf[k].y), "=r"(qf[k].z), "=r"(qf[k].w)
+                   : "r"(from));
     }
   }
-  __device__ __forceinline__ void multiply_k(uint32_t base, uint32_t k_at, const Place& at) {
+  __device__ __forceinline__ void multiply_k(uint32_t k_at) {
     const uint64_t k_desc = swizzled(k_at);
-    const uint64_t q_desc = swizzled(base + C::kQ + at.warpgroup * kWarpgroupRows * 128);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::D / 16; k++) {
       const int step = (k / 4 * 2 * kChunkBytes + k % 4 * 32) / 16;
-      if constexpr (kQInRegisters) {
-        if (k == 0)
-          wgmma_rs<T, 0, false>(s, qf[k], k_desc + step);
-        else
-          wgmma_rs<T, 0, true>(s, qf[k], k_desc + step);
-      } else {
-        if (k == 0)
-          wgmma_ss<T, 0, 0, false>(s, q_desc + step, k_desc + step);
-        else
-          wgmma_ss<T, 0, 0, true>(s, q_desc + step, k_desc + step);
-      }
+      if (k == 0)
+        wgmma_rs<T, 0, false>(s, qf[k], k_desc + step);
+      else
+        wgmma_rs<T, 0, true>(s, qf[k], k_desc + step);
     }
     wgmma_commit();
   }
@@ -688,7 +760,7 @@ struct RowScores {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       e[j] = exp2_unit(fmaf(s[8 * c + j], scale, -m[j / 2 % 2]));
-      sum[j % 4] += e[j];
+      sum[j % 4] = c == 0 && j < 4 ? e[j] : sum[j % 4] + e[j];
     }
     return make_uint4(pack<T>(e[0], e[1]), pack<T>(e[2], e[3]), pack<T>(e[4], e[5]),
                       pack<T>(e[6], e[7]));
@@ -752,10 +824,8 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       for (int i = 0; i < 32; i++) o[c][i] = 0.f;
     barrier_wait(bar.q_full(), items & 1);
     x.begin(smem, base, at);
-    if constexpr (RowScores<C>::kQInRegisters) {
-      __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.q_empty());
-    }
+    __syncwarp();
+    if (at.lane == 0) barrier_arrive(bar.q_empty());
 
     // Exponentials of block h of a step to P, their sums to `sum`.
     auto store_half = [&](int h, uint32_t p_offset, float (&sum)[4]) {
@@ -817,7 +887,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
     // First step: its maxima are the reference.
     barrier_wait(bar.k_full(kr.slot), kr.parity);
     flags.read_k(words, 0);
-    x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
+    x.multiply_k(base + C::kK + kr.slot * kStageBytes);
     wgmma_wait<0>();
     pin(x.s);
     if (flags.masked & 3) x.mask(infos[kr.slot], first_row);
@@ -830,7 +900,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       const SparseBlock<C> v_0 = load_v(sparse_0, 0);
       barrier_wait(bar.k_full(kr.slot), kr.parity);
       flags.read_k(words, i);
-      x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
+      x.multiply_k(base + C::kK + kr.slot * kStageBytes);
       multiply_half(sparse_0, v_0, 0, C::kPBytes - p_offset);
       wgmma_wait<1>();
       pin(x.s);
@@ -866,7 +936,7 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       else
         moved = step(no, yes, i, p_offset);
       if (uniform(moved)) {  // rare: the scores are gone, so they are computed again
-        x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
+        x.multiply_k(base + C::kK + kr.slot * kStageBytes);
         wgmma_wait<0>();
         pin(x.s);
         if (Flags::of_step(flags.masked, i)) x.mask(infos[kr.slot], first_row);
@@ -888,10 +958,6 @@ __device__ void consume_rows(const Params& p, char* smem, uint32_t base, const B
       finish_half(sparse_bits, 1, p_offset);
     }
     flags.next_item(steps);
-    if constexpr (!RowScores<C>::kQInRegisters) {
-      __syncwarp();
-      if (at.lane == 0) barrier_arrive(bar.q_empty());
-    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float sum = x.l[h];
@@ -1270,6 +1336,8 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     for (int i = 0; i < C::D / 2; i++) o[i] = 0.f;
     barrier_wait(bar.q_full(), items & 1);
     x.begin(smem, base, at);
+    __syncwarp();
+    if (at.lane == 0) barrier_arrive(bar.q_empty());
 
     auto exponentials = [&](uint4(&to)[8]) {
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
@@ -1297,7 +1365,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
       barrier_wait(bar.k_full(kr.slot), kr.parity);
       flags.read_k(words, i);
       turn_begin(wg);
-      x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
+      x.multiply_k(base + C::kK + kr.slot * kStageBytes);
       barrier_wait(bar.v_full(kr.before()), kr.parity_before());
       multiply_v_dense(kr.before(), before);
       turn_end(wg);
@@ -1328,7 +1396,7 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
     barrier_wait(bar.k_full(kr.slot), kr.parity);
     flags.read_k(words, 0);
     turn_begin(wg);
-    x.multiply_k(base, base + C::kK + kr.slot * kStageBytes, at);
+    x.multiply_k(base + C::kK + kr.slot * kStageBytes);
     turn_end(wg);
     wgmma_wait<0>();
     pin(x.s);
@@ -1361,33 +1429,14 @@ __device__ void consume_dense(const Params& p, char* smem, uint32_t base, const 
       inverse[h] = 1.f / sum;
       if (at.q == 0) write_lse(p, item, head, first_row + at.warp * 16 + at.g + 8 * h, x.m[h], sum);
     }
-    // Staged in this warpgroup's rows of Q, which all four warps have read.
-    warpgroup_barrier(1 + wg);
-    const int row = at.warp * 16 + at.lane % 16;
-    const uint32_t staged = base + C::kQ + wg * kWarpgroupRows * 128 + row * 128;
-#pragma unroll
-    for (int c = 0; c < C::D / 16; c++) {
-      const float* d = o + 8 * c;
-      store_matrices<false>(
-          staged + c / 4 * kRows * 128 + ((c % 4 * 2 + at.lane / 16 ^ row % 8) << 4),
-          pack<T>(d[0] * inverse[0], d[1] * inverse[0]),
-          pack<T>(d[2] * inverse[1], d[3] * inverse[1]),
-          pack<T>(d[4] * inverse[0], d[5] * inverse[0]),
-          pack<T>(d[6] * inverse[1], d[7] * inverse[1]));
-    }
-    warpgroup_barrier(1 + wg);
-    write_rows<C>(p, item, head, smem + C::kQ + wg * kWarpgroupRows * 128, kRows * 128);
-    fence_async_proxy();
+    write_fragments<C>(p, item, head, o, inverse);
     __syncwarp();
-    if (at.lane == 0) {
-      barrier_arrive(bar.q_empty());
-      barrier_arrive(bar.item_empty(items & 1));
-    }
+    if (at.lane == 0) barrier_arrive(bar.item_empty(items & 1));
     items++;
   }
 }
 
-template <class C>
+template <class C, bool Pair>
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   const uint32_t base = smem_address(smem);
@@ -1407,12 +1456,14 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       barrier_init(bar.item_full(s), 1);
       barrier_init(bar.item_empty(s), 2 + 4 * kConsumers);
     }
+    for (int s = 0; s < 2 * C::kStages + 1; s++) barrier_init(bar.k_ready(s), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if constexpr (Pair) cluster_barrier();
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_dec<kProducerRegisters>();
-    produce<C>(p, smem, base, bar);
+    produce<C, Pair>(p, smem, base, bar);
   } else {
     registers_inc<kConsumerRegisters>();
     const Place at = place_now();
@@ -1423,6 +1474,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     else
       consume_dense<C>(p, smem, base, bar, at);
   }
+  if constexpr (Pair) cluster_barrier();  // no one leaves whom the other may still write to
 }
 
 // --- launch --------------------------------------------------------------------------------------
@@ -1462,13 +1514,57 @@ bool encode(CUtensorMap* map, const void* data, bool half, int D, int heads, int
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// How many clusters of two fit on the device at a time, or a negative cudaError_t.
+template <class C>
+int clusters_of_two(cudaLaunchConfig_t config) {
+  static const int most = [&] {
+    cudaError_t e = cudaFuncSetAttribute(
+        prefill_kernel<C, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
+    int found = 0;
+    if (e == cudaSuccess)
+      e = cudaOccupancyMaxActiveClusters(&found, prefill_kernel<C, true>, &config);
+    return e == cudaSuccess ? found : -int(e);
+  }();
+  return most;
+}
+
+// Pairs of CTAs that take two query heads of one kv head and share what they load. Does nothing
+// where clusters would leave multiprocessors idle.
+template <class C>
+int launch_pairs(const Params& p, int multiprocessors, cudaStream_t stream, bool& done) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = 2, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(multiprocessors / 2 * 2);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = C::kBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const int clusters = clusters_of_two<C>(config);
+  if (clusters < 0) return -clusters;
+  if (2 * clusters < multiprocessors - 2) return cudaSuccess;
+  config.gridDim = dim3(p.num_items < 2 * clusters ? p.num_items : 2 * clusters);
+  done = true;
+  return cudaLaunchKernelEx(&config, prefill_kernel<C, true>, p);
+}
+
 template <class C>
 int launch(const Params& p, int multiprocessors, cudaStream_t stream) {
+  // Not with sparse K: what bounds that kernel is shared memory, and pairs cost it 2.5 %.
+  if constexpr (!C::kMixedK) {
+    if (p.q_heads / p.kv_heads % 2 == 0) {
+      bool done = false;
+      const int e = launch_pairs<C>(p, multiprocessors, stream, done);
+      if (e != cudaSuccess || done) return e;
+    }
+  }
   static const cudaError_t raised = cudaFuncSetAttribute(
-      prefill_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
+      prefill_kernel<C, false>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
   if (raised != cudaSuccess) return raised;
   const int grid = p.num_items < multiprocessors ? p.num_items : multiprocessors;
-  prefill_kernel<C><<<grid, kThreads, C::kBytes, stream>>>(p);
+  prefill_kernel<C, false><<<grid, kThreads, C::kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 
