@@ -4,14 +4,19 @@ Every op launches on the current stream and synchronises nothing, so all of them
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from hs_kernels import build
 from hs_kernels.block_format import BlockFormat, Side
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 
@@ -63,12 +68,25 @@ def symbol(device: int, name: str) -> "ctypes._NamedFuncPointer":
     return function
 
 
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def launch(device: torch.device, name: str, *arguments: int | float | None) -> None:
     """Calls a launcher on the current stream of the device; raises KernelError on a CUDA error."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with torch.cuda.device(index):
-        stream = torch.cuda.current_stream(index).cuda_stream
-        code = symbol(index, name)(*arguments, stream)
+    current = torch.cuda.current_device()
+    index = current if device.index is None else device.index
+    if index != current:
+        with torch.cuda.device(index):
+            launch(device, name, *arguments)
+        return
+    code = symbol(index, name)(*arguments, torch.cuda.current_stream(index).cuda_stream)
     if code != 0:
         reason = _library(index).hs_error_string(code).decode()
         raise KernelError(f"{name}: {reason} (CUDA error {code})")
@@ -82,6 +100,38 @@ def dtype_code(dtype: torch.dtype) -> int:
     if dtype not in _DTYPE_CODES:
         raise TypeError(f"the kernels take float16 and bfloat16, not {dtype}")
     return _DTYPE_CODES[dtype]
+
+
+_LIBRARY = torch.library.Library("hierasparse", "DEF")
+
+
+class _CustomOp(Generic[P, R]):
+    """`hierasparse::NAME`, called as the function that it was made of."""
+
+    def __init__(self, function: Callable[P, R], mutates: tuple[str, ...]) -> None:
+        self.__doc__, self._name = function.__doc__, function.__name__
+        self.mutates = mutates
+        _LIBRARY.define(self._name + torch.library.infer_schema(function, mutates_args=mutates))
+        _LIBRARY.impl(self._name, function, "CUDA")
+        self._op = getattr(torch.ops.hierasparse, self._name).default
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = self._op(*args, **kwargs)
+        return result
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.register_fake(f"hierasparse::{self._name}", function, lib=_LIBRARY)
+        return function
+
+
+def _custom_op(*mutates: str) -> Callable[[Callable[P, R]], _CustomOp[P, R]]:
+    """A custom op of torch, for CUDA; `mutates` are the arguments that it writes to.
+
+    `torch.library.custom_op` would say the same, but it compares the memory of all results with
+    that of all arguments at each call. Ops of a layer are called too often for that: it takes 40 us
+    of the CPU to their 10, which a short prompt waits for.
+    """
+    return lambda function: _CustomOp(function, mutates)
 
 
 # --- decode -------------------------------------------------------------------------------------
@@ -124,7 +174,7 @@ def decode_workspace(
     index = torch.cuda.current_device() if device.index is None else device.index
     # One CTA of the bulk-copy kernel fills an SM; of the smaller rings of sm_8x, two fit.
     bulk = torch.cuda.get_device_capability(index) == (9, 0)
-    processors = torch.cuda.get_device_properties(index).multi_processor_count
+    processors = _processors(torch.device("cuda", index))
     ctas = processors if bulk else 2 * processors
     columns = symbol(index, "hs_decode_columns")(fmt.head_dim, q_heads // heads)
 
@@ -142,9 +192,7 @@ def decode_workspace(
     )
 
 
-@torch.library.custom_op(
-    "hierasparse::plan_decode", mutates_args=("boundaries", "first_pages", "costs")
-)
+@_custom_op("boundaries", "first_pages", "costs")
 def plan_decode(
     refs: Tensor,
     page_table: Tensor,
@@ -176,7 +224,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("hierasparse::decode_attention", mutates_args=("partials", "states"))
+@_custom_op("partials", "states")
 def decode_attention(
     q: Tensor,
     arena: Tensor,
@@ -226,7 +274,7 @@ def _(
 PREFILL_HEAD_DIMS = (64, 128)
 
 
-@torch.library.custom_op("hierasparse::prefill_attention", mutates_args=())
+@_custom_op()
 def prefill_attention(
     q: Tensor,
     k: Tensor,
@@ -248,7 +296,7 @@ def prefill_attention(
     device = q.device
     if head_dim not in PREFILL_HEAD_DIMS:
         raise ValueError(f"head_dim is {head_dim}; prefill has kernels for {PREFILL_HEAD_DIMS}")
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if not _is_hopper(device):
         raise RuntimeError(
             f"prefill has kernels for sm_90, not {torch.cuda.get_device_name(device)}"
         )
@@ -262,7 +310,6 @@ def prefill_attention(
     plan = [x.contiguous() for x in (cu_seqlens, prefix_lens, tile_offsets, frontiers)]
     tail_first, tail_slots, refs = (x.contiguous() for x in (tail_first, tail_slots, refs))
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     launch(
         device,
         "hs_prefill_attention",
@@ -273,7 +320,7 @@ def prefill_attention(
         *map(pointer, plan),
         *(requests, tiles, tokens, q_heads, k.shape[1], head_dim, dtype_code(q.dtype)),
         *(x for t in (q, k, v) for x in t.stride()[:2]),
-        *(scale, sparse_k, sparse_v, workspace.data_ptr(), processors),
+        *(scale, sparse_k, sparse_v, workspace.data_ptr(), _processors(device)),
     )
     return out, lse
 
@@ -297,7 +344,7 @@ def _layers(constants: Tensor | None) -> int:
     return constants.shape[0] if constants is not None and constants.dim() == 3 else 1
 
 
-@torch.library.custom_op("hierasparse::store_blocks", mutates_args=("arena", "means"))
+@_custom_op("arena", "means")
 def store_blocks(
     blocks: Tensor,
     side: int,
@@ -328,7 +375,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("hierasparse::store_compensated", mutates_args=("arena",))
+@_custom_op("arena")
 def store_compensated(
     blocks: Tensor, arena: Tensor, refs: Tensor, weights: Tensor, factor: Tensor
 ) -> None:
@@ -341,7 +388,7 @@ def store_compensated(
         *(blocks.stride(0), blocks.stride(1), blocks.stride(2)),
         *map(pointer, (weights, factor, arena, refs)),
         *(blocks.shape[0], blocks.shape[1], _layers(weights)),
-        torch.cuda.get_device_properties(blocks.device).multi_processor_count,
+        _processors(blocks.device),
     )
 
 
@@ -350,7 +397,7 @@ def _(blocks: Tensor, arena: Tensor, refs: Tensor, weights: Tensor, factor: Tens
     return None
 
 
-@torch.library.custom_op("hierasparse::store_pages", mutates_args=("arena",))
+@_custom_op("arena")
 def store_pages(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor) -> None:
     k, v = _loadable(k), _loadable(v)
     if k.stride() != v.stride():
@@ -371,7 +418,7 @@ def _(k: Tensor, v: Tensor, arena: Tensor, refs: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("hierasparse::block_losses", mutates_args=())
+@_custom_op()
 def block_losses(
     blocks: Tensor,
     side: int,
@@ -436,7 +483,7 @@ def _store(
     )
 
 
-@torch.library.custom_op("hierasparse::token_weights", mutates_args=())
+@_custom_op()
 def token_weights(keys: Tensor, query: Tensor) -> Tensor:
     keys, query = _loadable(keys), query.contiguous()
     weights = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
@@ -455,7 +502,7 @@ def _(keys: Tensor, query: Tensor) -> Tensor:
     return keys.new_empty(keys.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("hierasparse::rank_blocks", mutates_args=())
+@_custom_op()
 def rank_blocks(losses: Tensor) -> Tensor:
     losses = losses.contiguous()
     ranks = torch.empty(losses.shape, dtype=torch.int32, device=losses.device)
@@ -473,7 +520,7 @@ def _(losses: Tensor) -> Tensor:
 # --- refs and slots -----------------------------------------------------------------------------
 
 
-@torch.library.custom_op("hierasparse::update_refs", mutates_args=("refs",))
+@_custom_op("refs")
 def update_refs(refs: Tensor, index: Tensor, value: Tensor) -> None:
     launch(refs.device, "hs_update_refs", *map(pointer, (refs, index, value)), index.numel())
 
@@ -483,7 +530,7 @@ def _(refs: Tensor, index: Tensor, value: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("hierasparse::assign_refs", mutates_args=("refs",))
+@_custom_op("refs")
 def assign_refs(
     refs: Tensor, pages: Tensor, slots: Tensor, counts: Tensor, ranks: Tensor | None
 ) -> Tensor:
@@ -514,7 +561,7 @@ def copy_slots(addresses: Tensor, source: Tensor, target: Tensor, slot_bytes: in
     )
 
 
-@torch.library.custom_op("hierasparse::store_tokens", mutates_args=("arena",))
+@_custom_op("arena")
 def store_tokens(
     k: Tensor,
     v: Tensor,
@@ -556,7 +603,7 @@ def _(
 # --- the rest -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("hierasparse::expand_blocks", mutates_args=())
+@_custom_op()
 def expand_blocks(
     arena: Tensor, refs: Tensor, head_dim: int, dtype: torch.dtype, means: Tensor | None
 ) -> Tensor:
@@ -579,7 +626,7 @@ def _(
     return arena.new_empty((1 + 2 * blocks) * heads * 64 * head_dim * dtype.itemsize)
 
 
-@torch.library.custom_op("hierasparse::merge_states", mutates_args=())
+@_custom_op()
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     outs, lses = outs.to(torch.float32).contiguous(), lses.to(torch.float32).contiguous()
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
@@ -600,7 +647,7 @@ def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("hierasparse::permute_channels", mutates_args=())
+@_custom_op()
 def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
         x = x.contiguous()

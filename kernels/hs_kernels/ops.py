@@ -656,9 +656,8 @@ def _check_arena(arena: Tensor) -> None:
 
 def _check_devices(arena: Tensor, **others: Tensor) -> None:
     for name, tensor in others.items():
-        _check(
-            tensor.device == arena.device, f"{name} is on {tensor.device}, not on {arena.device}"
-        )
+        if tensor.device != arena.device:
+            raise ValueError(f"{name} is on {tensor.device}, not on {arena.device}")
 
 
 def _require_cpu(op: str, tensor: Tensor) -> None:
