@@ -6,7 +6,7 @@ use. Nothing falls back silently: a device without kernels is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -255,13 +255,13 @@ def decode_attention(
     _check_queries(q, refs, fmt)
     _check(
         page_table.dim() == 2 and page_table.shape[0] == q.shape[0],
-        f"page_table is {list(page_table.shape)}, not [{q.shape[0]}, max_pages]",
+        lambda: f"page_table is {list(page_table.shape)}, not [{q.shape[0]}, max_pages]",
     )
     _check(
         tuple(seq_lens.shape) == (q.shape[0],),
-        f"seq_lens is {list(seq_lens.shape)}, not [{q.shape[0]}]",
+        lambda: f"seq_lens is {list(seq_lens.shape)}, not [{q.shape[0]}]",
     )
-    _check(num_splits >= 1, f"num_splits is {num_splits}")
+    _check(num_splits >= 1, lambda: f"num_splits is {num_splits}")
     _check_arena(arena)
     _check_means(means, refs, fmt)
     _check_devices(arena, q=q, refs=refs, page_table=page_table, seq_lens=seq_lens)
@@ -273,13 +273,16 @@ def decode_attention(
             "refs, rows of the page table and seq_lens must be contiguous",
         )
         for name, x in (("page_table", page_table), ("seq_lens", seq_lens)):
-            _check(x.dtype == torch.int32, f"{name} is {x.dtype}, not int32")
+            if x.dtype != torch.int32:
+                raise ValueError(f"{name} is {x.dtype}, not int32")
         if workspace is None:
             workspace = decode_workspace(q.shape[0], q.shape[1], refs.shape[2], fmt, q.device)
             plan_decode(workspace, refs, page_table, seq_lens)
         _check(
             (workspace.q_heads, workspace.heads) == (q.shape[1], refs.shape[2]),
-            f"the workspace is for {workspace.q_heads} query and {workspace.heads} kv heads",
+            lambda: (
+                f"the workspace is for {workspace.q_heads} query and {workspace.heads} kv heads"
+            ),
         )
         states: tuple[Tensor, Tensor] = cuda.decode_attention(
             q.contiguous(),
@@ -363,15 +366,18 @@ def prefill_attention(
     _check_queries(q, refs, fmt)
     expected = (q.shape[0], refs.shape[2], fmt.head_dim)
     for name, x in (("k", k), ("v", v)):
-        _check(tuple(x.shape) == expected, f"{name} is {list(x.shape)}, not {list(expected)}")
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} is {list(x.shape)}, not {list(expected)}")
     _check_arena(arena)
     _check_means(means, refs, fmt)
     _check_devices(arena, q=q, k=k, v=v, refs=refs, page_table=plan.page_table)
-    _check(scale > 0, f"scale is {scale}")
+    _check(scale > 0, lambda: f"scale is {scale}")
     if arena.is_cuda:
         from hs_kernels import cuda
 
-        _check(q.dtype == k.dtype == v.dtype == fmt.torch_dtype, f"q, k, v are not {fmt.dtype}")
+        _check(
+            q.dtype == k.dtype == v.dtype == fmt.torch_dtype, lambda: f"q, k, v are not {fmt.dtype}"
+        )
         if means is not None and sparse_v:
             raise NotImplementedError("prefill kernels add no block means: unpack first")
         result: tuple[Tensor, Tensor] = cuda.prefill_attention(
@@ -394,8 +400,11 @@ def expand_blocks(
     With `means` [sparse slots, Hkv, D] a sparse V block comes with its mean added, rounded to the
     format's dtype. Then a dense kernel computes what a sparse one would, from more bytes.
     """
-    _check(refs.dim() == 3 and refs.shape[0] == 2, f"refs are {list(refs.shape)}, not [2, N, Hkv]")
-    _check(refs.dtype == torch.int32, f"refs are {refs.dtype}, not int32")
+    _check(
+        refs.dim() == 3 and refs.shape[0] == 2,
+        lambda: f"refs are {list(refs.shape)}, not [2, N, Hkv]",
+    )
+    _check(refs.dtype == torch.int32, lambda: f"refs are {refs.dtype}, not int32")
     _check_arena(arena)
     _check_means(means, refs, fmt)
     _check_devices(arena, refs=refs)
@@ -512,18 +521,21 @@ def store_tokens(
     """
     _check(
         k.dim() == 3 and k.shape == v.shape and k.shape[2] == fmt.head_dim,
-        f"k is {list(k.shape)} and v {list(v.shape)}, not [T, Hkv, {fmt.head_dim}]",
+        lambda: f"k is {list(k.shape)} and v {list(v.shape)}, not [T, Hkv, {fmt.head_dim}]",
     )
     _check(
         q.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[1] % k.shape[1] == 0,
-        f"q is {list(q.shape)}, not [{k.shape[0]}, Hq, {fmt.head_dim}]",
+        lambda: f"q is {list(q.shape)}, not [{k.shape[0]}, Hq, {fmt.head_dim}]",
     )
     _check(
         tuple(locations.shape) == (k.shape[0],) and locations.dtype == torch.int64,
-        f"locations are {locations.dtype} {list(locations.shape)}, not int64 [{k.shape[0]}]",
+        lambda: (
+            f"locations are {locations.dtype} {list(locations.shape)}, not int64 [{k.shape[0]}]"
+        ),
     )
     for name, x in (("k", k), ("v", v), ("q", q)):
-        _check(x.dtype == fmt.torch_dtype, f"{name} is {x.dtype}, not {fmt.torch_dtype}")
+        if x.dtype != fmt.torch_dtype:
+            raise ValueError(f"{name} is {x.dtype}, not {fmt.torch_dtype}")
     _check_arena(arena)
     _check_devices(arena, k=k, v=v, q=q, refs=refs, locations=locations)
     if arena.is_cuda:
@@ -551,7 +563,7 @@ def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
     """
     _check(
         x.shape[1] % permutation.shape[0] == 0 and x.shape[2] == permutation.shape[1],
-        f"x {list(x.shape)} does not fit permutation {list(permutation.shape)}",
+        lambda: f"x {list(x.shape)} does not fit permutation {list(permutation.shape)}",
     )
     if x.is_cuda:
         from hs_kernels import cuda
@@ -563,9 +575,10 @@ def permute_channels(x: Tensor, permutation: Tensor) -> Tensor:
     return x.gather(2, permutation.long().repeat_interleave(group, 0).expand(x.shape))
 
 
-def _check(claim: bool, otherwise: str) -> None:
+def _check(claim: bool, otherwise: str | Callable[[], str]) -> None:
+    """Checks of each layer's calls come with a function, since writing messages takes time."""
     if not claim:
-        raise ValueError(otherwise)
+        raise ValueError(otherwise if isinstance(otherwise, str) else otherwise())
 
 
 def _check_rules(
@@ -623,15 +636,15 @@ def _check_blocks(blocks: Tensor, of_blocks: Tensor, fmt: BlockFormat, name: str
 def _check_queries(q: Tensor, refs: Tensor, fmt: BlockFormat) -> None:
     _check(
         q.dim() == 3 and q.shape[2] == fmt.head_dim,
-        f"q is {list(q.shape)}, not [rows, Hq, {fmt.head_dim}]",
+        lambda: f"q is {list(q.shape)}, not [rows, Hq, {fmt.head_dim}]",
     )
     _check(
         refs.dim() == 3 and refs.shape[0] == len(Side) and refs.dtype == torch.int32,
-        f"refs are {refs.dtype} {list(refs.shape)}, not int32 [2, P, Hkv]",
+        lambda: f"refs are {refs.dtype} {list(refs.shape)}, not int32 [2, P, Hkv]",
     )
     _check(
         q.shape[1] % refs.shape[2] == 0,
-        f"{q.shape[1]} query heads do not share {refs.shape[2]} kv heads evenly",
+        lambda: f"{q.shape[1]} query heads do not share {refs.shape[2]} kv heads evenly",
     )
 
 
@@ -650,7 +663,7 @@ def _check_means(means: Tensor | None, refs: Tensor, fmt: BlockFormat) -> None:
 def _check_arena(arena: Tensor) -> None:
     _check(
         arena.dtype == torch.uint8 and arena.dim() == 1 and arena.is_contiguous(),
-        f"the arena is {arena.dtype} {list(arena.shape)}, not contiguous uint8 [bytes]",
+        lambda: f"the arena is {arena.dtype} {list(arena.shape)}, not contiguous uint8 [bytes]",
     )
 
 
