@@ -49,7 +49,12 @@ class BatchPlanner:
             rows.append(self._extend_row(work))
             groups += self._groups(work, first)
             first += work.end - work.start
-        read = [w.state.policy.decode if w.replay else w.state.policy.prefill for w in works]
+        # A first chunk whose frontiers are all 0, as that of a short prompt, reads no stored page.
+        read = [
+            work.state.policy.decode if work.replay else work.state.policy.prefill
+            for work, row in zip(works, rows, strict=True)
+            if row.start > 0 or max(row.frontiers) > 0
+        ]
         sparse = (any(each.key for each in read), any(each.value for each in read))
         plan = build_extend_plan(
             rows,
