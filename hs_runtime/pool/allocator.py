@@ -60,7 +60,7 @@ class HieraAllocator(PagedTokenToKVPoolAllocator):
         pages = need_size // self.page_size
         if pages > len(self.free_pages):
             return None
-        return self.token_slots(self.take_pages(pages)).to(self.device)
+        return self.token_slots(self.take_pages(pages)).to(self.device, non_blocking=True)
 
     def alloc_extend(
         self,
@@ -86,7 +86,9 @@ class HieraAllocator(PagedTokenToKVPoolAllocator):
                     last_loc[i].to(torch.int64) + 1 + torch.arange(begun, device=self.device)
                 )
             if b - a > begun:
-                out.append(self.token_slots(pages)[: b - a - begun].to(self.device))
+                out.append(
+                    self.token_slots(pages)[: b - a - begun].to(self.device, non_blocking=True)
+                )
         return torch.cat(out) if out else torch.empty(0, dtype=torch.int64, device=self.device)
 
     def alloc_decode(

@@ -473,7 +473,7 @@ class BlockPool:
             (op.side, op.page): op.ref for op in run
         }  # a page may be bound, freed and bound again
         sides, pages = (self._index([key[i] for key in last]) for i in (0, 1))
-        values = torch.tensor(list(last.values()), dtype=torch.int32).to(self.device)
+        values = self._index(list(last.values())).to(torch.int32)
         self.refs[:, sides, pages] = values[None, :, None]
 
     def _apply_moves(self, run: Sequence[Move]) -> None:

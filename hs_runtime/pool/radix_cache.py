@@ -215,7 +215,8 @@ class HieraRadixCache(RadixCache):
             state.pages[twins] = (merged[:: self.page_size] // self.page_size)[twins].tolist()
             tokens_of = slice(twins.start * self.page_size, twins.stop * self.page_size)
             self.req_to_token_pool.write(
-                (req.req_pool_idx, tokens_of), merged[tokens_of].to(self.device, torch.int32)
+                (req.req_pool_idx, tokens_of),
+                merged[tokens_of].to(self.device, torch.int32, non_blocking=True),
             )
             self.allocator.free_page_ids(duplicates)
         self.inc_lock_ref(node)
@@ -334,7 +335,8 @@ class HieraRadixCache(RadixCache):
     def make_private(self, state: RequestState) -> list[int]:
         req, pages = state.owner, self.allocator.take_pages(state.protected)
         if pages:
-            tokens = self.allocator.token_slots(pages).to(self.device, torch.int32)
+            tokens = self.allocator.token_slots(pages).to(torch.int32)
+            tokens = tokens.to(self.device, non_blocking=True)
             self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(tokens))), tokens)
             # SGLang writes these into the row again when it prepares a replay's extend.
             later = req.prefix_indices[len(tokens) :]
