@@ -9,7 +9,7 @@ the named share of the pages after the sink is sparse, and pages lie in shuffled
 `baseline` are TFLOP/s of the dense computation (4 D Hq L^2 / 2 a sequence), `ratio` above 1 says
 that ours is faster. `error` is the root mean square error of sampled rows against fp64 on the same
 (pruned) data, relative to the root mean square of the rows; `baseline_error` that of FA3 on the
-dense data.
+dense data. `cudnn` is the rate of cuDNN, in turn with FA3, once for each context.
 
 The two take turns of about `--burst` milliseconds, since a card at its power limit slows down with
 time; `burst_ms` is how long a turn was. Short turns favour the one that draws more power, whose
@@ -35,6 +35,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -273,6 +275,17 @@ def read_clock(call: Callable[[], object], layer: Layer, rate: Rate) -> str:
     return said
 
 
+def cudnn_forward(qkv: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Causal attention of q [B, L, Hq, D] and k, v [B, L, Hkv, D] by cuDNN, through torch."""
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return forward
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -310,6 +323,9 @@ def main() -> None:
             return fa3(*dense, None, None, True)
 
         base_error = sampled_error(layer, baseline().view_as(layer.q), None)
+        (cudnn, _), _ = measure_in_turn(
+            [cudnn_forward(dense), baseline], layer, arguments.burst, arguments.turns
+        )
         for share, kernel in wanted:
             stored = store(layer, share)
 
@@ -340,6 +356,7 @@ def main() -> None:
                 "ours": round(rate.tflops, 1),
                 "baseline": round(base.tflops, 1),
                 "baseline_name": "FA3",
+                "cudnn": round(cudnn.tflops, 1),
                 "ratio": round(rate.tflops / base.tflops, 3),
                 "predicted": predicted and round(predicted, 3),
                 "spread": round(rate.spread, 3),
@@ -357,6 +374,7 @@ def main() -> None:
             print(
                 f"B={batch} L={length} sk={share[0]:g} sv={share[1]:g} {kernel or 'dense'} kernel: "
                 f"{rate.tflops:.0f} TFLOP/s, FA3 {base.tflops:.0f}, x{line['ratio']}, "
+                f"cuDNN {cudnn.tflops:.0f}, "
                 f"error {line['error']:.2e} (FA3 {base_error:.2e}), "
                 f"{read_clock(ours, layer, rate)}",
                 flush=True,
