@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,13 +173,13 @@ def build_plain_extend(plan: ExtendTensors, page: int, device: torch.device) -> 
         begun = row.pages[row.tail_first : -(-row.start // page)]
         k, v = (tuple(slot_of(each, side) for each in begun) for side in Side)
         rows.append(replace(row, tail=(k, v)))
-        position = torch.arange(row.start, row.end)
-        places.append(torch.tensor(row.pages)[position // page] * page + position % page)
+        position = np.arange(row.start, row.end)
+        places.append(np.array(row.pages)[position // page] * page + position % page)
     tails = _table([slots for row in rows for slots in row.tail], device)
     return PlainExtend(
         rows,
         replace(plan.attention, tail_slots=tails.view(len(rows), 2, -1)),
-        torch.cat(places).to(device, non_blocking=True),
+        torch.from_numpy(np.concatenate(places)).to(device, non_blocking=True),
     )
 
 
@@ -304,14 +305,16 @@ def _token_writes(
                 place = numbers[p] * page + lo - p * page
                 places.append((first + lo - row.start, hi - lo, place))
             slots[numbers[p]][side] = slot
-    table = torch.tensor(places, dtype=torch.long).view(-1, 3)
-    step = torch.arange(page)
+    # By numpy: torch indexes with all threads, and waits milliseconds for one whose core is taken.
+    table = np.array(places, dtype=np.int64).reshape(-1, 3)
+    step = np.arange(page)
     valid = step < table[:, 1:2]
-    locations = torch.full((bounds[-1],), -1, dtype=torch.long)
+    locations = np.full(bounds[-1], -1, dtype=np.int64)
     locations[(table[:, :1] + step)[valid]] = (table[:, 2:] + step)[valid]
     refs = torch.tensor(slots, dtype=torch.int32).T[:, :, None].to(device, non_blocking=True)
     return TokenWrites(
-        refs.expand(-1, -1, heads).contiguous(), locations.to(device, non_blocking=True)
+        refs.expand(-1, -1, heads).contiguous(),
+        torch.from_numpy(locations).to(device, non_blocking=True),
     )
 
 
