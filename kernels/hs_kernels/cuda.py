@@ -127,9 +127,9 @@ class _CustomOp(Generic[P, R]):
 def _custom_op(*mutates: str) -> Callable[[Callable[P, R]], _CustomOp[P, R]]:
     """A custom op of torch, for CUDA; `mutates` are the arguments that it writes to.
 
-    `torch.library.custom_op` would say the same, but it compares the memory of all results with
-    that of all arguments at each call. Ops of a layer are called too often for that: it takes 40 us
-    of the CPU to their 10, which a short prompt waits for.
+    `torch.library.custom_op` would say the same, and refuse `backward`, but it compares the memory
+    of all results with that of all arguments at each call. That takes 20 to 30 us of the CPU, too
+    much for ops of a layer, which a short prompt waits for.
     """
     return lambda function: _CustomOp(function, mutates)
 

@@ -387,7 +387,25 @@ def prefill_attention(
         )
         return result
     _require_cpu("prefill_attention", arena)
+    _check_promise(refs, plan, fmt, (sparse_k, sparse_v))
     return reference.prefill_attention(q, k, v, arena, refs, plan, scale, fmt, means)
+
+
+def _check_promise(
+    refs: Tensor, plan: PrefillPlan, fmt: BlockFormat, sparse: tuple[bool, bool]
+) -> None:
+    """What kernels trap on: a sparse ref before a frontier, on a side that was said to be dense."""
+    if all(sparse):
+        return
+    cuts, tiles = plan.cu_seqlens.tolist(), plan.tile_offsets.tolist()
+    frontiers = plan.frontiers.tolist()
+    for row, prefix in enumerate(plan.prefix_lens.tolist()):
+        end = prefix + cuts[row + 1] - cuts[row]
+        read = max(frontiers[tiles[row] : tiles[row + 1]], default=0)
+        pages = plan.page_table[row, : min(read, -(-end // fmt.block_size))].long()
+        for side in Side:
+            if not sparse[side] and bool((refs[side, pages] <= 0).any()):
+                raise ValueError(f"request {row} reads sparse blocks of {side.name}, said dense")
 
 
 def expand_blocks(

@@ -412,11 +412,29 @@ def test_a_plan_without_all_pages_before_a_frontier_is_refused():
         run_prefill(replace(case, plan=short))
 
 
-def run_prefill(case):
+@pytest.mark.parametrize("side", Side)
+def test_a_promise_that_a_side_is_dense_is_checked(side):
+    """The kernels trap on it, which no CPU test would notice."""
+    case = build_prefill_case(F32, 1, 1, [Chunk(0, 64, (0,)), segment_chunk(256, 258, 256)])
+    refs = case.cache.refs
+    pages = case.plan.page_table[1, :4].long()
+    refs[:, pages] = 1
+    promise = {"sparse_k": side != Side.K, "sparse_v": side != Side.V}
+    run_prefill(case, **promise)
+    refs[1 - side, pages[1]] = -1
+    run_prefill(case, **promise)
+    refs[side, pages[1]] = -1
+    with pytest.raises(ValueError, match=f"request 1 reads sparse blocks of {side.name}"):
+        run_prefill(case, **promise)
+    run_prefill(case)
+
+
+def run_prefill(case, **promise):
     cache = case.cache
     return ops.prefill_attention(
         *(case.q, case.k, case.v, cache.arena, cache.refs, case.plan, case.scale, cache.fmt),
         means=cache.means,
+        **promise,
     )
 
 
