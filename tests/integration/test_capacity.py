@@ -35,7 +35,7 @@ def decoding_together(
     often one was retracted. All are answered in full."""
     engine.flush()
     asks = [Ask(token_ids(n, seed), policy, NEW, rid=f"{name}-{n}-{seed}") for seed in range(sent)]
-    answers = engine.run(*asks)
+    answers = engine.run_as_one(*asks)
     assert [len(answer.tokens) for answer in answers] == [NEW] * sent
     rids = {ask.rid for ask in asks}
     steps = [event["rows"] for event in engine.events("decode")]

@@ -296,8 +296,15 @@ class Engine:
             raise self._failed("ended")
         return number in self._answers
 
+    def run_as_one(self, *asks: Ask, seconds: float = ANSWER_SECONDS) -> list[Answer]:
+        """In one order, so that all arrive while the first is prefilled, on a busy machine, too."""
+        fields = [ask.order()["fields"] for ask in asks]
+        names = ("input_ids", "sampling_params", "rid")
+        listed = {name: [each[name] for each in fields] for name in names}
+        return self.take_all(self._send({"op": "generate", "fields": fields[0] | listed}), seconds)
+
     def run(self, *asks: Ask, seconds: float = ANSWER_SECONDS) -> list[Answer]:
-        """All at once; the answers in the order of the requests."""
+        """One right after the other; the answers in the order of the requests."""
         numbers = [self.send(ask) for ask in asks]
         return [self.take(number, seconds) for number in numbers]
 
