@@ -270,7 +270,7 @@ __device__ __forceinline__ void produce_q(const Params& p, const char* smem, uin
 #pragma unroll
     for (int c = 0; c < C::kChunks; c++)
       copy_box<false>(base + C::kQ + c * kRows * 128, &p.q, bar.q_full(), c * kChunk, head,
-               item.start + item.offset);
+                      item.start + item.offset);
   }
   __syncwarp();
 }
@@ -338,8 +338,9 @@ __device__ __forceinline__ void produce_item(const Params& p, uint32_t slot, cha
         }
         barrier_arrive_expecting(full, bytes);
         if constexpr (Pair) {
-          // The other CTA may copy to this stage before this one's bytes are expected: the phase
-          // lacks the arrival above, and the one before has ended.
+          // Says to the other CTA that this stage is free, and waits until its is. This orders
+          // nothing across the cluster: should bytes come before they are expected, the phase
+          // still lacks the arrival above.
           const uint32_t ready = Side == 0 ? bar.k_ready(st) : bar.v_ready(st);
           remote_arrive(address_in(cluster_rank() ^ 1, ready));
           barrier_wait(ready, ring.parity);
@@ -1529,7 +1530,7 @@ int clusters_of_two(cudaLaunchConfig_t config) {
 }
 
 // Pairs of CTAs that take two query heads of one kv head and share what they load. Does nothing
-// where clusters would leave multiprocessors idle.
+// where clusters would leave more than two multiprocessors idle.
 template <class C>
 int launch_pairs(const Params& p, int multiprocessors, cudaStream_t stream, bool& done) {
   cudaLaunchAttribute attribute{};

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import random
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from hs_runtime.calibration import digest  # noqa: E402
 from hs_runtime.evaluation.records import Record, Records  # noqa: E402
 
 OURS, BASELINE = "pruner=calibrated", "pruner=magnitude"
@@ -244,8 +244,7 @@ def main() -> None:
     records = list(Records(args.results).all())
     versions = {"model": args.model, "device": args.device, "torch": torch.__version__}
     if args.calibration:
-        digest = hashlib.sha256(args.calibration.read_bytes()).hexdigest()
-        versions["calibration"] = digest[:12]
+        versions["calibration"] = digest(args.calibration)[:12]
     common = {"versions": versions, "date": datetime.date.today().isoformat()}
     if args.against:
         others = list(Records(args.against).all())
