@@ -29,7 +29,7 @@ OURS, BASELINE = "pruner=calibrated", "pruner=magnitude"
 RESAMPLES = 2000
 
 
-# What the pruners are seen beside: the paper's own rule, and masks that are not 2:4.
+# What the pruners are seen beside: the paper's own rule, masks that are not 2:4, and FP8.
 REFERENCES = (
     (
         "kl@6144",
@@ -43,6 +43,7 @@ REFERENCES = (
         "decode",
         "half of each token's channels, not 2:4",
     ),
+    ("kl@3072", "fp8", "decode", "stock SGLang with its KV in FP8"),
 )
 
 

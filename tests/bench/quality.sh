@@ -20,5 +20,7 @@ run --suite kl@6144 --steps 16 --arms "prefill=1/1+$m,prefill=0/1+$m,prefill=1/0
 run --suite kl@6144 --steps 16 --arms "max+$m+anchor=chunk+chunk=1024"
 if [ "$device" = cpu ]; then # it is simulated
     run --suite kl@3072 --scored-prompt 0 --arms decode=1/1+pruner=unstructured
+else # no CPU has it
+    run --suite kl@3072 --scored-prompt 0 --arms fp8
 fi
 python "$here/bench_quality.py" --results "$output" --output "$here/results/$device/quality.jsonl"
