@@ -10,8 +10,9 @@
 // A unit is as large as a sparse block; a dense block takes two of them, 32 tokens each. The units
 // are filled in the order of use by bulk copies (sm_90: sparse blocks as they lie, dense halves
 // through a tensor map that swizzles) or by cp.async (sm_80/86/89), and each is refilled as soon as
-// the warp has read it. Warps never wait for each other: at the end of a (request, kv head) each
-// leaves its state in shared memory and goes on, and the last one to do so merges them.
+// the warp has read it. Warps do not wait for each other: at the end of a (request, kv head) each
+// leaves its state in shared memory and goes on, and the last one to do so merges them. At the end
+// of the share there is nothing to go on to, so all of them merge.
 //
 // Work is cut into equal shares of bytes by `plan`, once per step, on the device: nothing
 // host-side depends on lengths, so launches may be captured. A share may begin and end inside a
@@ -777,10 +778,50 @@ struct DecodeKernel {
 
   // The end of a pair of which this CTA has blocks [first, last), the block at `first` being number
   // `done` of the share, for a warp that took part. `merges` counts the pairs of several warps
-  // before this one.
+  // before this one. What ends with the share is merged by merge_last.
   __device__ void finish_pair(int row, int of_row, int first, int last, int blocks, int done,
                               int& merges) {
     const int count = last - first;
+    leave_state(merges);
+    if (done + count == share) return;
+    unsigned took_part = 1u << warp;
+    if (count > 1) {
+      int before = 0;
+      if (lane == 0) {
+        __threadfence_block();
+        before = atomicAdd(&book.arrived, 1);
+        __threadfence_block();
+      }
+      ++merges;
+      if (__shfl_sync(~0u, before, 0) != min(count, kWarps) - 1) return;
+      __syncwarp();
+      took_part = warps_of(done, count);
+    }
+    merge_warps(row, of_row, first, last, blocks, took_part, lane, 32);
+    __syncwarp();
+    if (count > 1 && lane == 0) {
+      book.arrived = 0;
+      __threadfence_block();
+      volatile_store(book.merged, merges);
+    }
+  }
+
+  // The same for the last pair of the share, by all warps at once: the next launch waits for it.
+  __device__ void merge_last(int row, int of_row, int first, int last, int blocks, int done) {
+    __syncthreads();
+    merge_warps(row, of_row, first, last, blocks, warps_of(done, last - first), threadIdx.x,
+                R::kThreads);
+  }
+
+  // The warps that have one of `count` blocks from number `done` of the share on.
+  static __device__ unsigned warps_of(int done, int count) {
+    const unsigned warps = (1u << min(count, kWarps)) - 1;  // from done % kWarps on, cyclically
+    const int turn = done % kWarps;
+    return (warps << turn | warps >> (kWarps - turn)) & ((1u << kWarps) - 1);
+  }
+
+  // This warp's state, for merge_warps.
+  __device__ __forceinline__ void leave_state(int merges) {
     while (volatile_load(book.merged) < merges) {  // the buffers may be in use
     }
     __syncwarp();
@@ -806,39 +847,19 @@ struct DecodeKernel {
         }
       }
     __syncwarp();
-    unsigned took_part = 1u << warp;
-    if (count > 1) {
-      int before = 0;
-      if (lane == 0) {
-        __threadfence_block();
-        before = atomicAdd(&book.arrived, 1);
-        __threadfence_block();
-      }
-      ++merges;
-      if (__shfl_sync(~0u, before, 0) != min(count, kWarps) - 1) return;
-      __syncwarp();
-      took_part = (1u << min(count, kWarps)) - 1;  // from warp done % kWarps on, cyclically
-      const int turn = done % kWarps;
-      took_part = (took_part << turn | took_part >> (kWarps - turn)) & ((1u << kWarps) - 1);
-    }
-    merge_warps(row, of_row, first == 0 && last == blocks, 2 * blockIdx.x + (first == 0),
-                took_part);
-    __syncwarp();
-    if (count > 1 && lane == 0) {
-      book.arrived = 0;
-      __threadfence_block();
-      volatile_store(book.merged, merges);
-    }
   }
 
-  // One warp sums the states of all that took part, in their order.
-  __device__ __forceinline__ void merge_warps(int row, int of_row, bool whole, int slot,
-                                           unsigned took_part) const {
+  // Sums the states of the warps that took part, in their order, and writes the outcome for blocks
+  // [first, last) of the pair. This thread sums outputs `from`, `from` + `step`, ...
+  __device__ __forceinline__ void merge_warps(int row, int of_row, int first, int last, int blocks,
+                                              unsigned took_part, int from, int step) const {
+    const bool whole = first == 0 && last == blocks;
+    const int slot = 2 * blockIdx.x + (first == 0);
     const int columns = min(N, p.group - first_column(of_row));
     const std::int64_t query = first_query(row, of_row);
     const std::uint32_t buffers = merge_buffer - warp * R::kMergeBytes;
 #pragma unroll 2
-    for (int i = lane; i < columns * (D / 4); i += 32) {
+    for (int i = from; i < columns * (D / 4); i += step) {
       const int column = i / (D / 4), channel = i % (D / 4) * 4;
       float weight[kWarps], top = -INFINITY, weight_sum = 0.f;
 #pragma unroll
@@ -1057,19 +1078,20 @@ struct DecodeKernel {
         ++item;
         if (at + kWarps < done + count) continue;
       }
+      const int last = block + count;
       if (took_part)
-        finish_pair(row, of_row, block, block + count, blocks_of(length), done, merges);
+        finish_pair(row, of_row, block, last, blocks_of(length), done, merges);
       else
         merges += count > 1;
+      if (done + count == share) merge_last(row, of_row, block, last, blocks_of(length), done);
       done += count, count = 0, block = 0;
       if (++of_row == pairs_per_row()) ++row, of_row = 0;
     }
     if constexpr (!kBulk) wait_copies<0>();
-    if (begin.block > 0 && begin.last_cta == static_cast<int>(blockIdx.x)) {
-      __syncthreads();  // warps that are done do not hinder the others by polling
+    // Nobody polls before all warps are done: it would hinder them.
+    if (begin.block > 0 && begin.last_cta == static_cast<int>(blockIdx.x))
       join_shares(first_query(begin.row, begin.of_row),
                   min(N, p.group - first_column(begin.of_row)), begin.first_cta, begin.last_cta);
-    }
   }
 };
 
