@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,17 +35,22 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """SIGTERM unwinds what runs inside, as Ctrl-C does, so that no engine is left alone. For the
-    main thread."""
+    """SIGTERM and SIGINT unwind what runs inside, so that no engine is left alone; SIGINT where a
+    shell started this in the background, too, which ignores it. For the main thread."""
 
     def stop(*_: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, stop)
+    handlers: dict[int, Callable[..., object]] = {
+        signal.SIGTERM: stop,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,13 +115,15 @@ def test_arms_are_compared_with_dense_and_a_stopped_run_goes_on(
 def test_a_stopped_run_leaves_no_engine(
     tiny: Path, text: Path, tmp_path: Path, number: int, code: int
 ) -> None:
-    """Stopped while the engine loads, which takes longest to end."""
+    """Stopped while the engine loads, which takes longest to end. Started as a shell's background
+    job, which ignores SIGINT."""
     output = tmp_path / "out"
     process = subprocess.Popen(
         command_line(tiny, text, output, "--arms", "dense"),
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     try:
         deadline = time.monotonic() + SECONDS

@@ -4,6 +4,7 @@ wish that cannot be granted refused before a token is computed."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate")
 @pytest.fixture(scope="module")
 def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("http") / "log"
-    arguments = ("--max-total-tokens", "4096", "--chunked-prefill-size", "512")
+    arguments = (
+        *("--max-total-tokens", "4096", "--chunked-prefill-size", "512"),
+        "--constrained-json-disable-any-whitespace",  # or random weights write nothing else
+    )
     with serving(tiny, log, *OPTIONS, *arguments) as running:
         yield running
 
@@ -168,6 +172,70 @@ def test_usage_adds_up_the_blocks_of_all_answers(server: ServerProcess) -> None:
     assert [c["text"] for c in several["choices"]] == [one["choices"][0]["text"]] * 4
     for count in ("dense_blocks", "sparse_blocks", "kv_bytes", "dense_equivalent_bytes"):
         assert several["usage"]["hierasparse"][count] == 4 * one["usage"]["hierasparse"][count] > 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "answer", "parameters": SCHEMA}}
+GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": SCHEMA},
+            }
+        },
+        r'\s*\{\s*"ok"\s*:\s*(true|false)\s*\}\s*',
+    ),
+    ("/v1/completions", {"regex": "(yes|no) sir"}, "(yes|no) sir"),
+    ("/v1/completions", {"ebnf": 'root ::= "left" | "right"'}, "left|right"),
+    (
+        "/generate",
+        {"sampling_params": {"temperature": 0, "max_new_tokens": 8, "regex": "[ab]{8}"}},
+        "[ab]{8}",
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", ["dense", "max"])
+@pytest.mark.parametrize(("route", "asked", "form"), GRAMMARS, ids=["json", "regex", "ebnf", "own"])
+def test_an_answer_has_the_form_that_was_asked_for(
+    server: ServerProcess, route: str, asked: dict[str, Any], form: str, policy: str
+) -> None:
+    extra = asked if route == "/generate" else asked | {"max_tokens": 64}
+    response = server.client.post(
+        route, json=body(route, **extra), headers={"HieraSparse-Policy": policy}
+    )
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    if route == "/generate":
+        text = answer["text"]
+    elif "chat" in route:
+        text = answer["choices"][0]["message"]["content"]
+    else:
+        text = answer["choices"][0]["text"]
+    assert re.fullmatch(form, text), text
+
+
+def test_a_tool_that_must_be_called_is_called(server: ServerProcess) -> None:
+    """As text, since no `--tool-call-parser` says how the model writes calls."""
+    route = "/v1/chat/completions"
+    asked = body(route, tools=[TOOL], tool_choice="required", max_tokens=96)
+    response = server.client.post(route, json=asked)
+    assert response.status_code == 200, response.text
+    (call,) = json.loads(response.json()["choices"][0]["message"]["content"])
+    assert call["name"] == "answer" and isinstance(call["parameters"]["ok"], bool)
+
+
+def test_a_grammar_that_is_none_is_a_400(server: ServerProcess) -> None:
+    response = complete(server, {}, ebnf="root ::= nowhere")
+    assert response.status_code == 400, response.text
+    assert complete(server, {}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -462,11 +462,15 @@ def test_how_much_is_done_is_said_at_the_start(tmp_path: Path) -> None:
     assert said == [f"1 case under 2 arms: 2 of 2 done, and what is done is kept in {tmp_path}"]
 
 
-def test_being_terminated_unwinds_as_an_interrupt_does() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), terminated_in_order():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_being_terminated_unwinds_as_an_interrupt_does(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)  # as a shell's background job has SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt), terminated_in_order():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
