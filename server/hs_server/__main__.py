@@ -15,6 +15,7 @@ from dataclasses import replace
 import uvicorn
 
 from hs_runtime.config import ConfigError, RuntimeConfig
+from hs_runtime.sglang_seam import StartupRefused
 
 _BACKLOG = 2048
 _HEADER_BYTES = 64 << 10  # of one request, all lines together; h11 answers 431 beyond
@@ -42,7 +43,8 @@ def take_port(host: str, port: int) -> socket.socket:
 def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
     """Serve until SIGINT or SIGTERM; returns when all requests have ended or the drain is over.
 
-    Raises SystemExit with code 2, as for any wrong setting, when the port cannot be had.
+    Raises SystemExit with code 2 for a wrong setting: a port that cannot be had, an option of
+    SGLang's that cannot be served.
     """
     try:
         bound = take_port(config.host, config.port)
@@ -58,7 +60,11 @@ def run(config: RuntimeConfig, sglang_arguments: Sequence[str]) -> None:
         from hs_server.app import CLOSING_SECONDS, Server, create_app
         from hs_server.engine import SGLangEngine
 
-        engine = SGLangEngine(config, list(sglang_arguments))
+        try:
+            engine = SGLangEngine(config, list(sglang_arguments))
+        except StartupRefused as error:
+            _say(f"hs-runtime serve: {error}")
+            raise SystemExit(2) from None
         app = create_app(engine, config)
         settings = uvicorn.Config(
             app,
