@@ -107,7 +107,11 @@ def serve(
         ),
     ] = "",
     pruner: Annotated[
-        str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
+        str,
+        typer.Option(
+            help="magnitude, calibrated, channel, random, unstructured. Default: calibrated with a "
+            "calibration file, else magnitude."
+        ),
     ] = "",
     calibration: Annotated[
         Path | None,
@@ -204,7 +208,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Presets, 'paper', 'unstructured', 'fp8', or e.g. "
-            "prefill=0/1+decode=1/1+pruner=magnitude (K/V); repeatable."
+            "decode=1/0.5 (K/V) or max+pruner=magnitude; repeatable."
         ),
     ] = None,
     model: Annotated[
@@ -241,7 +245,11 @@ def evaluate(
         typer.Option(help="As for `serve`; of one arm: max+dense_layers=3/7/12, or =costliest:8."),
     ] = "",
     pruner: Annotated[
-        str, typer.Option(help="Default: 'calibrated' with a calibration file, else 'magnitude'.")
+        str,
+        typer.Option(
+            help="magnitude, calibrated, channel, random, unstructured. Default: calibrated with a "
+            "calibration file, else magnitude."
+        ),
     ] = "",
     calibration: Annotated[
         Path | None, typer.Option(help="File written by `hs-runtime calibrate`.")

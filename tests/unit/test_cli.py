@@ -74,6 +74,14 @@ def refusal(*words: str) -> str:
     return result.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "eval"])
+def test_help_names_every_pruner(command: str) -> None:
+    from hs_runtime.policies.pruner import PRUNERS
+
+    said = invoke(command, "--help").output
+    assert all(name in said for name in PRUNERS)
+
+
 def test_no_arguments_print_help_and_version_prints_one_line() -> None:
     assert "serve" in invoke().output
     assert invoke("--version").stdout == f"hs-runtime {__version__}\n"
