@@ -109,7 +109,7 @@ def serve(
     pruner: Annotated[
         str,
         typer.Option(
-            help="magnitude, calibrated, channel, random, unstructured. Default: calibrated with a "
+            help="magnitude, calibrated, channel or random. Default: calibrated with a "
             "calibration file, else magnitude."
         ),
     ] = "",
