@@ -427,12 +427,14 @@ def _support_triton(orig: Callable[..., Any], backend: str) -> bool:
     return bool(orig(backend)) and (backend != BACKEND_NAME or torch.cuda.is_available())
 
 
-def _pageable_bitmask(vocab_size: int, batch_size: int) -> Any:
+def _allocate_bitmask(orig: Callable[..., Any], vocab_size: int, batch_size: int) -> Any:
     """What a grammar allows: int32 [batch, ceil(vocab / 32)], all of it. SGLang's is in pinned
     memory, of which a machine without a GPU has none."""
     import torch
     from xgrammar import bitmask_dtype, get_bitmask_shape
 
+    if torch.cuda.is_available():
+        return orig(vocab_size, batch_size)
     return torch.full(get_bitmask_shape(batch_size, vocab_size), -1, dtype=bitmask_dtype)
 
 
@@ -447,8 +449,6 @@ def _mask_logits(orig: Callable[..., Any], self: Any, logits: Any, vocab_mask: A
 
 def _hooks() -> dict[str, tuple[str, Any]]:
     """Target -> (type, hook). The start-up check demands every one of them."""
-    import torch
-
     from hs_runtime.scheduler.prefill_adder import HieraPrefillAdder
 
     root = "sglang.srt."
@@ -456,10 +456,6 @@ def _hooks() -> dict[str, tuple[str, Any]]:
     batch = root + "managers.schedule_batch.ScheduleBatch."
     scheduler = root + "managers.scheduler.Scheduler."
     xgrammar = root + "constrained.xgrammar_backend."
-    without_gpu: dict[str, tuple[str, Any]] = {
-        xgrammar + "_allocate_token_bitmask": ("REPLACE", _pageable_bitmask),
-        xgrammar + "XGrammarGrammar.apply_vocab_mask": ("AROUND", _mask_logits),
-    }
     return {
         _SERVER_ARGS + "__post_init__": ("BEFORE", _default_server_args),
         _SERVER_ARGS + "check_server_args": ("AFTER", _check_server_args),
@@ -482,7 +478,8 @@ def _hooks() -> dict[str, tuple[str, Any]]:
         root + "managers.utils.validate_input_length": ("AROUND", _validate_length),
         root + "models.utils.enable_fused_set_kv_buffer": ("REPLACE", _no_fused_write),
         root + "utils.common.support_triton": ("AROUND", _support_triton),
-        **({} if torch.cuda.is_available() else without_gpu),
+        xgrammar + "_allocate_token_bitmask": ("AROUND", _allocate_bitmask),
+        xgrammar + "XGrammarGrammar.apply_vocab_mask": ("AROUND", _mask_logits),
     }
 
 

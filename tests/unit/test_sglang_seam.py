@@ -138,3 +138,26 @@ def test_every_refused_option_exists_in_this_sglang() -> None:
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     assert [r.option for r in REFUSALS if r.option not in known] == []
     assert {each for each, _ in REFUSED} <= known
+
+
+def test_what_a_grammar_allows_is_pinned_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("xgrammar")
+    asked: list[tuple[int, int]] = []
+
+    def pinned(vocab_size: int, batch_size: int) -> str:
+        asked.append((vocab_size, batch_size))
+        return "pinned"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sglang_seam._allocate_bitmask(pinned, 100, 2) == "pinned" and asked == [(100, 2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    mask = sglang_seam._allocate_bitmask(pinned, 100, 2)
+    assert len(asked) == 1 and mask.shape == (2, 4) and bool((mask == -1).all())
+    logits = torch.zeros(2, 100)
+    mask[0] = torch.tensor([0b101, 0, 0, 0])
+    sglang_seam._mask_logits(None, None, logits, mask)
+    assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 2]
+    assert bool(logits[1].isfinite().all())
