@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -197,7 +198,13 @@ class RuntimeConfig:
     def from_env(cls) -> RuntimeConfig:
         """The published value; the defaults when nobody published one."""
         text = os.environ.get(CONFIG_VARIABLE, "")
-        return cls.from_json(text) if text else cls()
+        return _published(text) if text else cls()
+
+
+@lru_cache(maxsize=4)
+def _published(text: str) -> RuntimeConfig:
+    """Every request asks for its server's configuration, so it is read once."""
+    return RuntimeConfig.from_json(text)
 
 
 def is_published() -> bool:

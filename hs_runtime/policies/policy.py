@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 CUSTOM_PARAM = (
@@ -394,6 +395,7 @@ def _layer_numbers(layers: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
+@lru_cache(maxsize=256)
 def namespace(policy: SparsityPolicy, constants: ServerConstants) -> str:
     """SHA-256 (hex) of all that shapes a prefix's stored pages: the prefill part and the constants.
 
